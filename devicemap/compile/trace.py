@@ -117,9 +117,8 @@ def trace(
     leaf_specs = list(tf.nest.flatten(specs))
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
-    shape_of_results: list[Any] = []
     counts_rows = options.batched and not own_rows
-    flat_fn = _flatten(fn, specs, options, counts_rows, shape_of_results, stream)
+    flat_fn, structures = _flatten(fn, specs, options, counts_rows, stream)
     drawn_from = random_states(fn)
     drawn = drawn_from()
     try:
@@ -130,7 +129,7 @@ def trace(
             else:
                 check_ranks(fn, specs)
                 traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
-                loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
+                loops = loops_over_rows(traced_fn, leaf_specs, options, structures[-1])
             compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]
     except FunctionError:
         raise
@@ -145,7 +144,7 @@ def trace(
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
-    structure, of_results = shape_of_results[-1], None
+    structure, of_results = structures[-1], None
     if reduction is None:
         check_validity(structure, loops[0].specs)
     else:
@@ -192,20 +191,16 @@ def _traced(loop: RowLoop, specs: list[Any], in_place: Sequence[Any], **facts: A
 
 
 def _flatten(
-    fn: Callable[..., Any],
-    specs: Any,
-    options: Options,
-    counts_rows: bool,
-    structures: list[Any],
-    stream: Stream | None,
-) -> Any:
-    """Return `fn` as a `tf.function` from leaves to a list of leaves. It appends the nest of results to `structures`.
+    fn: Callable[..., Any], specs: Any, options: Options, counts_rows: bool, stream: Stream | None
+) -> tuple[Any, list[Any]]:
+    """Return `fn` as a `tf.function` from leaves to a list of leaves, and a list to which each trace adds the nest of results.
 
     `counts_rows`: as in `Traced`. An inner `tf.function` applies autograph, and lifts variables that `fn` creates in its first
     call.
     """
     unpack = type(specs) is tuple  # as in tf.data, named tuples and dicts stay one argument
     count = len(tf.nest.flatten(specs))
+    structures: list[Any] = []
     lists = paths_of_lists(options.fn_output_signature, "the result")
     if isinstance(fn, tf.types.experimental.PolymorphicFunction | tf.types.experimental.ConcreteFunction):
         inner = fn
@@ -233,7 +228,7 @@ def _flatten(
             raise failure(f"fn returned {results!r}, a nest without leaves; expected at least one tensor")
         return list(flat)
 
-    return flat_fn
+    return flat_fn, structures
 
 
 def _takes_others(fn: Callable[..., Any], count: int) -> bool:
