@@ -30,21 +30,17 @@ PARALLEL_ITERATIONS = 10
 """The number of rows that run at the same time: the default of `tf.map_fn`."""
 
 
-def map_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any, parallel: int) -> Any:
+def map_rows(row_fn: Any, specs: list[Any], options: Options, signature: Sequence[Any], parallel: int) -> Any:
     """Return the `ConcreteFunction` of a shard's leaves that calls the function of one row for each row.
 
     Args:
         row_fn: the `ConcreteFunction` of one row.
         specs: `tf.TypeSpec`s of the leaves.
-        options: `fn_output_signature`, `jit_compile` and `devices` are used.
-        structure: the nest that `fn` returns.
+        options: `jit_compile` and `devices` are used.
+        signature: from `signature_of`.
         parallel: how many rows may run at the same time.
-
-    Raises:
-        FunctionError: `fn_output_signature` does not fit the results of the function of one row.
     """
     differentiate_values_alone(row_fn.graph)
-    signature = signature_of(row_fn, specs, options, structure)
     dense = all(isinstance(spec, tf.TensorSpec) for spec in signature)
 
     @tf.function(autograph=False)

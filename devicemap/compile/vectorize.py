@@ -75,20 +75,20 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     """Return the fastest loop over a shard's rows, followed by one with correct gradients if the first has none.
 
     Raises:
-        FunctionError: `vectorize=True`, but `row_fn` cannot be vectorised.
+        FunctionError: `vectorize=True`, but `row_fn` cannot be vectorised; or `fn_output_signature` does not fit its results.
     """
-    wanted = options.vectorize
+    wanted, signature = options.vectorize, signature_of(row_fn, specs, options, structure)
     found = audit(row_fn)
     # Each call of Python holds a thread for which other calls may wait. Seeded ops draw numbers in the order of rows.
     at_once = 1 if found.python_ops or found.fixed_seeds else PARALLEL_ITERATIONS
 
     def one_by_one(reason: str, *remedies: str) -> RowLoop:
-        return RowLoop(map_rows(row_fn, specs, options, structure, at_once), False, reason, "; or else ".join(remedies))
+        return RowLoop(map_rows(row_fn, specs, options, signature, at_once), False, reason, "; or else ".join(remedies))
 
     if wanted is False:
         return [one_by_one("vectorize=False")]
     try:
-        _check_function(row_fn, found, specs, options, structure)
+        _check_function(row_fn, found, specs, options, signature)
         vectorized, slow = vectorize(row_fn, specs, force=wanted is True)
         if options.jit_compile and _parts_rows(vectorized):
             raise _NotVectorizedError(
@@ -251,7 +251,7 @@ def _parts_rows(vectorized: Any) -> bool:
     return "DynamicPartition" in op_types(vectorized)
 
 
-def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, structure: Any) -> None:
+def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, signature: Sequence[Any]) -> None:
     """Raise `_NotVectorizedError` if the function as a whole cannot be vectorised."""
     if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
         hidden = "this TensorFlow lacks non-public names that devicemap needs to check each op"
@@ -260,7 +260,6 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
         raise _NotVectorizedError("the data holds ragged or sparse tensors")
     if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
         raise _NotVectorizedError("fn returns ragged or sparse tensors")
-    signature = signature_of(row_fn, specs, options, structure)
     if not all(isinstance(spec, tf.TensorSpec | tf.DType) for spec in signature):
         raise _NotVectorizedError("fn_output_signature holds ragged or sparse tensors")
     if found.effects:
