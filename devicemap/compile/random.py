@@ -49,14 +49,12 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
 
     The context mixes the seed of the graph with `stream`. The `tf.function`s that the graph calls are traced again.
     """
-    if stream is None:
-        with tracing_again(None):
-            yield
-        return
-    given = tf.compat.v1.get_default_graph().seed
-    words = np.array([_DEFAULT if given is None else given % 2**64, *stream], np.uint64).view(np.uint32)
-    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 2
-    tf.compat.v1.set_random_seed(seed)  # of the graph being traced, and of no other
+    seed = None
+    if stream is not None:
+        given = tf.compat.v1.get_default_graph().seed
+        words = np.array([_DEFAULT if given is None else given % 2**64, *stream], np.uint64).view(np.uint32)
+        seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 2
+        tf.compat.v1.set_random_seed(seed)  # of the graph being traced, and of no other
     with tracing_again(seed):
         yield
 
