@@ -97,20 +97,16 @@ class CallGraphBuilder:
             rows are int64 `[shards]` per leaf. `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the
             epoch.
         """
+        attributes = NO_AUTO_CONTROL_DEPS_NOINLINE if self.stays_whole else NO_AUTO_CONTROL_DEPS
+        function = partial(tf.function, autograph=False, experimental_attributes=attributes)
         with tf.device(None):
             if self.spec.engine is Engine.CHUNKS:
-                call = tf.function(self._run_chunk, autograph=False, experimental_attributes=self._attributes)
                 handles = [tf.TensorSpec([], tf.resource) for _ in self.replicas.sent(self.spec.slots[0])]
-                return call.get_concrete_function(handles, *self.traced.input_specs)
-            call = tf.function(self._run, autograph=False, experimental_attributes=self._attributes)
+                return function(self._run_chunk).get_concrete_function(handles, *self.traced.input_specs)
             sizes = tf.TensorSpec([len(self.traces)], tf.int32)
-            graph = call.get_concrete_function(sizes, *self.traced.input_specs)
+            graph = function(self._run).get_concrete_function(sizes, *self.traced.input_specs)
         begin_backward_on(HOST, graph)
         return graph
-
-    @property
-    def _attributes(self) -> dict[str, bool]:
-        return NO_AUTO_CONTROL_DEPS_NOINLINE if self.stays_whole else NO_AUTO_CONTROL_DEPS
 
     def _run(self, sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Run each shard on its slot, and gather the results."""
