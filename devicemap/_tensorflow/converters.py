@@ -84,6 +84,12 @@ def axes(given: Any, place: int) -> Any:
     return counted + tf.cast(counted >= 0, counted.dtype)
 
 
+def permutation(given: Any, place: int) -> Any:
+    """Permute all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors."""
+    of_row = given.unstacked_input(place)
+    return tf.concat([tf.zeros([1], of_row.dtype), tf.math.floormod(of_row, tf.size(of_row, of_row.dtype)) + 1], 0)
+
+
 def paddings(given: Any, place: int) -> Any:
     """Pad all axes except that of the rows. TensorFlow's converter of PadV2 drops `constant_values`."""
     of_row = given.unstacked_input(place)
@@ -139,14 +145,6 @@ def convert_reduction(given: Any) -> Any:
     """Reduce over int32 axes, because TensorFlow's `_SumGrad` fails for int64 axes if lengths are unknown."""
     reduce, axis = getattr(tf.raw_ops, given.op_type), tf.cast(axes(given, 1), tf.int32)
     return wrap_stacked([reduce(input=for_all_rows(given, 0), axis=axis, keep_dims=given.get_attr("keep_dims"))])
-
-
-def convert_transpose(given: Any) -> Any:
-    """Transpose all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors."""
-    perm = given.unstacked_input(1)
-    perm = tf.concat([tf.zeros([1], perm.dtype), tf.math.floormod(perm, tf.size(perm, perm.dtype)) + 1], 0)
-    result = tf.transpose(given.stacked_input(0), perm)
-    return wrap_stacked([tf.math.conj(result) if given.op_type == "ConjugateTranspose" else result])
 
 
 def convert_roll(given: Any) -> Any:
@@ -257,7 +255,7 @@ CONVERTERS: dict[str, Converter] = {
     ),
     **_all("All Any EuclideanNorm Max Mean Min Prod Sum", convert_reduction),
     **_all("Pad PadV2 MirrorPad", by(for_all_rows, paddings, shared)),
-    **_all("Transpose ConjugateTranspose", convert_transpose),
+    **_all("Transpose ConjugateTranspose", by(for_all_rows, permutation)),
     **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
     **_all(
         "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum",
