@@ -232,7 +232,7 @@ def _gradient_of_values(identity: Any, of_values: Any, of_matrix: Any) -> list[A
 
 
 def holds_gradients() -> bool:
-    """Whether `redirect_gradient` can be used. Otherwise, differentiable calls read variables on their devices."""
+    """Whether `redirecting` can be used. Otherwise, differentiable calls read variables on their devices."""
     return usable(_registry, _operations) and _takes_gradient_functions()
 
 
@@ -247,17 +247,22 @@ def _takes_gradient_functions() -> bool:
         return all(op.type != "Cos" for op in x.graph.get_operations())
 
 
-def redirect_gradient(handle: Any, value: Any) -> Any:
-    """Return a handle of a variable, in the function being traced, whose gradients go to `value`, its assigned value.
+def redirecting() -> Callable[[Any, Any], Any]:
+    """Return a function `(handle, value)` that redirects gradients. It traces once for each shape of values.
 
-    An assignment has no gradient. The handle comes from a call and not from `IdentityN`, because the gradient of a while loop
+    In the function being traced, it returns a handle of a variable whose gradients go to `value`, its assigned value. An
+    assignment has no gradient. The handle comes from a call and not from `IdentityN`, because the gradient of a while loop
     follows resources only through calls (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
     """
     first = tf.function(lambda handle, value: handle, autograph=False)
-    with _unrecorded():
-        redirected = first.get_concrete_function(handle, value)(handle, value)
-    _set_gradient(redirected.op, [handle, value], lambda op, upstream: [None, upstream])
-    return redirected
+
+    def redirect(handle: Any, value: Any) -> Any:
+        with _unrecorded():
+            redirected = first.get_concrete_function(handle, value)(handle, value)
+        _set_gradient(redirected.op, [handle, value], lambda op, upstream: [None, upstream])
+        return redirected
+
+    return redirect
 
 
 @with_fallback(lambda: False, _record)

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import temporary_variable
-from devicemap._tensorflow.gradients import Lookups, fanned_out, holds_gradients, redirect_gradient
+from devicemap._tensorflow.gradients import Lookups, fanned_out, holds_gradients, redirecting
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.lookups import lookups_in
@@ -58,6 +58,7 @@ class Replicas:
     def __init__(self, traced: Traced, slots: Sequence[str], spec: CallSpec):
         self._slots = tuple(slots)
         self._differentiable = spec.differentiable
+        self._redirect = redirecting()
         self._seeds: dict[Any, Any] = {}
         self._tensors: dict[Any, Any] = {}
         read: dict[Any, Any] = {}
@@ -130,7 +131,7 @@ class Replicas:
                 value = tf.raw_ops.ReadVariableOp(resource=handles[0], dtype=variable.dtype)
                 if self._loops and away and kind in (Lookups.SHARED, Lookups.DISTINCT):
                     value, *others = fanned_out(value, count, kind)
-                    handles[1:] = [redirect_gradient(variable.handle, other) for other in others]
+                    handles[1:] = [self._redirect(variable.handle, other) for other in others]
             found[key] = self._for_slots(key, value, variable.device, away) | dict(zip(near, handles[1:]))
         if self._differentiable:
             found |= {
@@ -160,7 +161,7 @@ class Replicas:
                 continue
             if self._differentiable and key in self._copied:
                 with tf.control_dependencies([assigned]):
-                    captures[key] = redirect_gradient(captures[key], value)
+                    captures[key] = self._redirect(captures[key], value)
             else:
                 assignments.append(assigned)
         return captures, assignments

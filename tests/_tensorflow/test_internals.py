@@ -25,7 +25,7 @@ from devicemap._tensorflow.gradients import (
     fanned_out,
     holds_gradients,
     order_of_gradients,
-    redirect_gradient,
+    redirecting,
     wait_for,
 )
 from devicemap._tensorflow.pfor import take_all_rows
@@ -268,7 +268,7 @@ def test_gradients_of_a_replica_go_to_its_value(loop: bool) -> None:
     def looked_up(x: tf.Tensor) -> tf.Tensor:
         value = original.read_value()
         assigned = tf.raw_ops.AssignVariableOp(resource=replica.handle, value=value)
-        handle = redirect_gradient(replica.handle, value)
+        handle = redirecting()(replica.handle, value)
         with tf.control_dependencies([assigned]):
             return x * tf.raw_ops.ResourceGather(resource=handle, indices=[1, 1], dtype=tf.float32)
 
