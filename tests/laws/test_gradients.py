@@ -105,11 +105,13 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 SECOND_ORDER = "batch", "embedding"
 LIKE_OTHERS = "gather from a batch", "row", "lookup"
+MARKS = {
+    **dict.fromkeys(LIKE_OTHERS, pytest.mark.nightly),
+    "rows, mapped, that read a name": pytest.mark.private("gradients of loops that capture strings"),
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS)) for name in FUNCTIONS | OTHERS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in FUNCTIONS | OTHERS])
 @places
 def test_gradients_are_those_of_the_serial_map(devices: list[str], name: str, place: Any) -> None:
     fn, options = (FUNCTIONS | OTHERS)[name]
@@ -208,6 +210,7 @@ LOOPS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.in_ci(3)
+@pytest.mark.private("what makes vectorising safe")
 @pytest.mark.parametrize("steps", [2, None], ids=["", "rows leave at different times"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
 @pytest.mark.parametrize("step", LOOPS.values(), ids=list(LOOPS))
@@ -451,6 +454,7 @@ def test_taped_calls_on_many_rows_before_and_after_calls_in_chunks(devices: list
         assert_close(gradients_of(mapper, x), [tf.sin(2 * x)], atol=1e-4)
 
 
+@pytest.mark.private("what a ForwardAccumulator follows, and whether a tape is recording")
 def test_gradients_that_do_not_go_through_are_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
