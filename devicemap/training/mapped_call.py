@@ -274,9 +274,8 @@ def _filled(rows: Sequence[Any], devices: int) -> list[Any]:
         stop = tf.maximum(count, devices)
         return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, stop) for leaf in rows]
 
-    if are_followed(
-        tf.nest.flatten(list(rows), True)
-    ):  # `batch_jacobian` does not vectorise second gradients of a branch
+    # The second gradient of a branch cannot be vectorised (test_second_derivatives_with_an_unknown_number_of_rows).
+    if are_followed(tf.nest.flatten(list(rows), True)):
         return with_copies()
     return list(tf.cond(count < devices, with_copies, lambda: list(rows)))
 

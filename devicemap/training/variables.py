@@ -89,9 +89,10 @@ def _add_at_home(add: Callable[..., Any], reference_variable: Any, *args: Any, *
         return add(reference_variable, *args, **kwargs)
 
 
-def _apply_at_home(apply: Callable[..., Any], homes: set[str], gradients: Any, variables: Any = None) -> Any:
-    if variables is not None:  # otherwise, Keras takes those for which the optimizer was built
-        gradients = [gradient for gradient, _ in _at_home(zip(gradients, variables))]
+def _apply_at_home(apply: Callable[..., Any], homes: set[str], grads: Any, trainable_variables: Any = None) -> Any:
+    """Run `Optimizer.apply`, whose arguments have these names, with gradients on the devices of their variables."""
+    if trainable_variables is not None:  # otherwise, Keras takes those for which the optimizer was built
+        grads = [gradient for gradient, _ in _at_home(zip(grads, trainable_variables))]
     graph = tf.compat.v1.get_default_graph()
     with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(home_of_inputs, devices=homes)):
-        return apply(gradients, variables)
+        return apply(grads, trainable_variables)

@@ -34,10 +34,9 @@ def assert_close(got: Any, wanted: Any, rtol: float = 1e-5) -> None:
             np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol, err_msg=name)
 
 
-IN_CI = (  # "momentum, clipnorm" is trained with spread variables
+IN_CI = (  # "momentum, clipnorm" and "scaled" are trained with spread variables
     "class weights, accumulated",
     "added sums",
-    "scaled",
     "subclassed, validation, several steps per execution",
     "batch normalization",
 )
@@ -95,14 +94,16 @@ def test_verify_names_the_first_layer_that_differs(devices: list[str]) -> None:
     assert str(verification.findings[0].output).startswith("the result['1_lambda")
 
 
-def test_spread_variables_are_updated_where_they_are(devices: list[str]) -> None:
-    case = CASES["momentum, clipnorm"]
+@pytest.mark.parametrize("name", ["momentum, clipnorm", "scaled"])
+def test_spread_variables_are_updated_where_they_are(name: str, devices: list[str]) -> None:
+    case = CASES[name]
     with devicemap.spread_variables(devices):
         model = case.made()
     assert_close(case.fitted(devicemap.parallelize(model, devices)), case.wanted)
     homes = [variable.value.device for variable in model.trainable_variables]
     assert len({*homes}) == len(devices)
-    assert [slot.value.device for slot in model.optimizer.momentums] == homes
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    assert [slot.value.device for slot in optimizer.momentums] == homes
 
 
 @pytest.mark.in_ci(1)
