@@ -149,6 +149,14 @@ def notes_of(output: Any) -> dict[str, Any]:
     return {name: note for name, note in found.items() if note is not None}
 
 
+def traces_with_batches(model: Any) -> bool:
+    """Whether Keras traces a step with a batch of known size. Before Keras 3.16, it is traced with the specs of the dataset."""
+    import keras
+
+    release = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    return release >= (3, 16) and model.steps_per_execution == 1
+
+
 def build_compiled(model: Any, batch: Any) -> None:
     """Build the losses and metrics of a model's `compile` for a batch, without a step.
 

@@ -215,7 +215,7 @@ def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
         def call(rows: Rows) -> Any:
             try:
                 return function(rows.structure)
-            except ValueError as error:
+            except (AttributeError, ValueError) as error:  # by the release of Keras
                 if type(specs) is tuple and len(specs) > 1:
                     raise
                 raise DataError(

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of
+from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of, traces_with_batches
 from devicemap.api import DeviceMap
 from devicemap.data.sharding import shard_sizes
 from devicemap.data.structure import freeze
@@ -204,6 +204,8 @@ class ParallelModel:
             return run
         if not functions:
             self._build_compiled(step, batch)
+        if len(losses_of(self._model)) > 1 and traces_with_batches(self._model):  # each has a mean in the history
+            specs = None
         # A step without rows has no mapped calls. The first step of Keras builds the losses if `_build_compiled` could not.
         key = freeze(specs), count_of(batch) == 0, bool(self._own_methods(step) or losses_of(self._model))
         if key not in functions:
