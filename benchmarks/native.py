@@ -7,16 +7,20 @@ status 1 if this machine cannot compile, with the reason.
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks import softgpu, traffic
 from benchmarks.simulator import building
+
+_BUILDS = building.build, softgpu.compile_library, traffic.compile_library
 
 
 def main() -> None:
     """Compile all three libraries, or exit with the reason."""
     try:
-        for library in (building.build(), softgpu.compile_library(), traffic.compile_library()):
-            print(library)
+        with ThreadPoolExecutor() as pool:
+            for library in pool.map(lambda build: build(), _BUILDS):
+                print(library)
     except building.Unavailable as reason:
         sys.exit(f"Tests and benchmarks on simulated devices cannot run: {reason}")
 

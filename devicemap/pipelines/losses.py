@@ -132,8 +132,8 @@ def _check_aligned(losses: Any, weight: Any = None) -> None:
     lower, higher = sorted(shapes, key=lambda shape: shape.rank)
     if higher.rank > lower.rank + (higher[-1:] == [1]):
         raise failure(
-            f"sample_weight has the shape {shapes[1]}, and the losses {shapes[0]}; expected a weight for each row, as [rows] "
-            "or [rows, 1], or weights of the shape of the losses"
+            f"sample_weight has the shape {shapes[1]}, and the losses {shapes[0]}. Keras would multiply losses of a row by "
+            "weights of others; pass weights of the rank of the losses, such as [rows, 1]"
         )
 
 
