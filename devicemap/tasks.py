@@ -89,7 +89,8 @@ def parallel_tasks(
     checked = check_options(
         fn, {"devices": devices, "max_retries": max_retries, "on_error": on_error, "progress": progress, "name": name}
     )
-    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+    is_scalar = getattr(items, "shape", None) == ()
+    if is_scalar or isinstance(items, str | bytes) or not isinstance(items, Iterable):
         raise DataError(f"items is {items!r:.80}; expected a list, or another iterable of the arguments of fn")
     if not tf.executing_eagerly():
         raise DeviceMapError("parallel_tasks was called inside a tf.function, which runs no Python; call it outside")

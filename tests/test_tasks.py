@@ -132,6 +132,8 @@ def test_retries_and_events() -> None:
         ((None, [1]), {}, OptionError, "fn is of type NoneType, not callable"),
         ((len, 3), {}, DataError, "items is 3; expected a list"),
         ((len, "abc"), {}, DataError, "items is 'abc'; expected a list"),
+        ((len, np.array(3)), {}, DataError, r"items is array\(3\); expected a list"),
+        ((len, tf.constant(3)), {}, DataError, "items is <tf.Tensor: .*; expected a list"),
         ((len, [1]), {"on_error": "ignore"}, OptionError, "on_error='ignore'; expected 'raise' or 'skip'"),
         ((len, [1]), {"max_retries": -1}, OptionError, "max_retries=-1; expected an int of at least 0"),
         ((len, [1]), {"progress": 3}, OptionError, "progress=3; expected True"),

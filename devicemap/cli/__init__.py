@@ -104,6 +104,8 @@ def _new_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder, or its folder does not exist; expected a file to write")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"there is no permission to write {text}")
     return path
 
 

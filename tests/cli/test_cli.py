@@ -403,6 +403,13 @@ def test_results_that_cannot_be_saved_are_refused_at_once(option: str, path: str
     assert f"argument {option}: {path} is a folder, or its folder does not exist" in capsys.readouterr().err
 
 
+def test_a_file_without_permission_is_refused_at_once(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the superuser may write anywhere
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "nothing:is_called", "x.npy", "--json", "b.json"])
+    assert "argument --json: there is no permission to write b.json" in capsys.readouterr().err
+
+
 def test_help_does_not_wait_for_tensorflow() -> None:
     program = (
         "import runpy, sys\n"
