@@ -63,8 +63,8 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     called = fn if inspect.isroutine(fn) or isinstance(fn, partial) else type(fn).__call__
     if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise OptionError(
-            "fn is an async function or a generator, which returns no tensor when it is called; expected a function that "
-            "returns the result of a row"
+            "fn is an async function or a generator, which computes nothing when it is called; expected a function that "
+            "returns a result"
         )
     checked = Options(**options)
     size, prefetch, seed, label = checked.batch_size, checked.prefetch, checked.seed, checked.name

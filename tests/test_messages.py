@@ -278,6 +278,7 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: too few arguments": (lambda a, b: a, X, {}),
     "tracing: too many arguments": (lambda a: a, (X, X), {}),
     "tracing: no seed": (lambda a: a, X, {"seed": 1}),
+    "tracing: a seed without the option": (lambda a, seed: a, X, {}),
     "tracing: a bad addition": (lambda a: a + "text", X, {}),
     "tracing: a method of NumPy": (lambda a: a.numpy(), X, {}),
     "tracing: a function of NumPy": (lambda a: np.sin(a), X, {}),

@@ -91,6 +91,8 @@ def _read(options: argparse.Namespace) -> Input:
 
 def _run(options: argparse.Namespace) -> int:
     """Return the number of rows that failed and were left out."""
+    if not options.out:
+        raise OptionError("--out is empty; expected a file or a directory for the results")
     suffix = _output_suffix(Path(options.out))
     if not options.quiet:
         rich.reconfigure(stderr=True)  # so that the progress bar is not part of the output

@@ -143,6 +143,8 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
         return
     if seed and _takes(fn, *given):
         yield "With the option seed, fn gets the keyword seed: add this parameter, as in def fn(row, seed)"
+    elif not seed and _takes(fn, *given, seed=None):
+        yield "fn has the parameter seed: pass the option seed, as in parallel_map(fn, data, seed=1)"
     elif len(given) > 1 and _takes(fn, given, **seed):
         yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
     elif len(given) == 1 and (count := next((n for n in range(2, 10) if _takes(fn, *given * n, **seed)), None)):

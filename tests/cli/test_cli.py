@@ -345,6 +345,7 @@ MISTAKES = [
     (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
     (["functions:double", "functions:numbers", "--batched"], 1, "but batched=True takes batches of rows"),
     (["functions:broken", "x.npy"], 1, "fn could not be traced"),
+    (["nothing:is_called", "x.npy", "--out", ""], 2, "--out is empty; expected a file or a directory"),
     (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),
     (["functions:named", "x.npz", "--batched", "--out", "y.npy"], 2, "returns 'result': {'sum': TensorSpec"),
     (["functions:text", "text.npy", "--batched", "--out", "y.npz"], 2, "returns 'chars': RaggedTensorSpec"),
