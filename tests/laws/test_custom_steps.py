@@ -99,7 +99,7 @@ def test_second_derivatives_with_an_unknown_number_of_rows(devices: list[str]) -
     devicemap.parallelize(model, devices)
     for count in 1, 5:
         batches = tf.data.Dataset.from_tensor_slices(X[:count, :1]).batch(5)
-        assert model.evaluate(batches, verbose=0) == pytest.approx(6 * X[:count, 0].mean(), rel=1e-5)
+        assert float(model.evaluate(batches, verbose=0)) == pytest.approx(6 * X[:count, 0].mean(), rel=1e-5)
 
 
 class Outside(keras.Model):
