@@ -149,6 +149,12 @@ def notes_of(output: Any) -> dict[str, Any]:
     return {name: note for name, note in found.items() if note is not None}
 
 
+def arguments_of_lambda(layer: Any) -> dict[str, Any]:
+    """Return the arguments of a `keras.layers.Lambda` that its config holds as code or text."""
+    found = {"function": layer.function, "mask": layer.mask, "dtype": layer.dtype_policy}
+    return found | {"output_shape": getattr(layer, "_output_shape", None)}
+
+
 def traces_with_batches(model: Any) -> bool:
     """Whether Keras traces a step with a batch of known size. Before Keras 3.16, it is traced with the specs of the dataset."""
     import keras

@@ -215,7 +215,7 @@ def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
         def call(rows: Rows) -> Any:
             try:
                 return function(rows.structure)
-            except (AttributeError, ValueError) as error:  # by the release of Keras
+            except (AttributeError, ValueError) as error:  # AttributeError since Keras 3.16
                 if type(specs) is tuple and len(specs) > 1:
                     raise
                 raise DataError(

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import layers_of, mask_of
+from devicemap._tensorflow.keras import arguments_of_lambda, layers_of, mask_of
 from devicemap._tensorflow.keras_graphs import graph_of, nodes_of
 from devicemap.errors import OptionError
 
@@ -141,11 +141,9 @@ def copied(call: LayerCall, device: str) -> LayerCall:
 
 
 def _from_config(layer: Any) -> Any:
-    config = layer.get_config()
     if type(layer) is keras.layers.Lambda:  # Keras refuses to load the code of its function
-        config |= {"function": layer.function, "mask": layer.mask, "output_shape": layer._output_shape}
-        return keras.layers.Lambda(**config | {"dtype": layer.dtype_policy})
-    return type(layer).from_config(config)
+        return keras.layers.Lambda(**layer.get_config() | arguments_of_lambda(layer))
+    return type(layer).from_config(layer.get_config())
 
 
 def copy_values(pairs: Sequence[tuple[Any, Any]]) -> None:
