@@ -113,7 +113,7 @@ class Stage:
                 and the tuple of targets.
         """
         self._k, self._function, self._setting, self._loss = k, function, setting, loss
-        self._name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
+        self.name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
         self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
         self.is_layer, self.is_traced = bool(layers_of(function)), False
@@ -134,7 +134,7 @@ class Stage:
         self.layers = [layer for model in self.models for layer in layers_of(model)]
         if path := next((v.path for model in self.models for v in model.variables if v.overwrite_with_gradient), None):
             raise OptionError(
-                f"{self._name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
+                f"{self.name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
             )
 
     def with_loss(self, loss: Callable[..., Any]) -> Stage:
@@ -212,7 +212,7 @@ class Stage:
                 traced = trace(function, specs, Options(batched=True), stream)
             except FunctionError as error:
                 original = error.__cause__ or error
-                raise function_error(f"{self._name}: {error}", original) from original
+                raise function_error(f"{self.name}: {error}", original) from original
         self.is_traced = True
         if used.builds and builds:  # while Keras builds layers, it changes the training mode
             return self._trace(given, stream, builds=False)
