@@ -54,13 +54,11 @@ _OF_TENSOR = r"'\w*Tensor' object"
 _PYTHON = "or tf.py_function, which runs Python code"
 
 _ADVICE = {
-    r"symbolic tf\.Tensor.* to a numpy array|must be real number, not \w*Tensor|"
-    rf"{_OF_TENSOR} has no attribute '(numpy|tolist|item|astype)'": "fn is traced as by tf.function, and its tensors have no "
-    "numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for array[i]), or tf.numpy_function for functions "
-    "that only NumPy has",
+    r"symbolic tf\.Tensor.* to a numpy array|must be (real number|integers or slices), not \w*Tensor|"
+    rf"{_OF_TENSOR} (cannot be interpreted as an integer|has no attribute '(numpy|tolist|item|astype)')": "fn is traced as by "
+    "tf.function, and its tensors have no numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for "
+    "values[i]), or tf.numpy_function, which runs Python code",
     r"are valid indices, got '": "A tensor has no names: pass a dict of columns as data, such as dict(frame)",
-    r"(list|tuple) indices must be integers or slices, not \w*Tensor": "A tensor is no index of a list: use "
-    f"tf.gather(values, i), {_PYTHON}",
     r"Tensor is unhashable": "A tensor is no key of a dict: use tf.gather for the keys 0, 1, 2, ..., a "
     f"tf.lookup.StaticHashTable for others, {_PYTHON}",
     rf"{_OF_TENSOR} has no attribute 'read'|PathLike object, not \w*Tensor": "A path in the data is a tensor: use "

@@ -6,6 +6,7 @@ The conventions are `tf.data`'s: tuples and dicts are structure, lists become te
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
@@ -207,8 +208,11 @@ def _convert(value: Any, path: str) -> Any:
             f"{path} is a {type(value).__name__}, whose items may be rows or batches; pass tf.data.Dataset.from_generator("
             "lambda: (data[i] for i in range(len(data))), output_signature=...), with batched=True if they are batches"
         )
+    of_objects = getattr(getattr(value, "dtype", None), "kind", None) == "O"
     try:
-        return tf.convert_to_tensor(value)
+        # In a graph, TensorFlow 2.22 takes the memory of arrays inside an array for text (test_messages).
+        with tf.init_scope() if of_objects else nullcontext():
+            return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
         raise DataError(

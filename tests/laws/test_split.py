@@ -223,7 +223,7 @@ def assert_close(got: Any, wanted: Any) -> None:
     keras.tree.map_structure(lambda *pair: np.testing.assert_allclose(*pair, rtol=2e-3, atol=1e-4), got, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:.*batch normalization")
+@pytest.mark.filterwarnings("ignore:.*batch normalization", "ignore:.*LSTM.* will therefore destroy the mask")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in [*MODELS, "loaded"]]
 )
