@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +24,9 @@ from devicemap.inspect.planner import DataSpec
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import Setting, Step
 from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn, state_of, trace_in_turn
+
+_NAMED: Any = {n: namedtuple("_NAMED", ("x", "y", "sample_weight")[: 1 + n]) for n in (1, 2)}
+"""Tuples of rows with targets, whose names appear in error messages, by the number of the latter."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Batch:
         Raises:
             DataError: for data that is not valid, and for different numbers of rows.
         """
-        rows = as_rows((noted(data), *targets) if targets else noted(data))
+        rows = as_rows(_NAMED[len(targets)](noted(data), *targets) if targets else noted(data))
         nest, *others = rows.specs if targets else (rows.specs,)
         return cls(nest, tuple(others), rows.leaves, rows.count, scale, rows.key)
 

@@ -494,10 +494,12 @@ def test_losses_of_one_row_along_an_axis(devices: list[str]) -> None:
     assert_close(pipe.value_and_gradients(x, np.abs(x))[0], loss(np.abs(x), x**2))
 
 
-def test_a_loss_that_fails() -> None:
+def test_a_loss_that_fails_names_the_cause() -> None:
     pipe = Pipeline([tf.sin, tf.nn.softmax], ["CPU:0", "CPU:1"], 2, loss="sparse_categorical_crossentropy")
     with pytest.raises(FunctionError, match=r"stage 1 of 2 with the loss on CPU:1 failed: .* label value of 99 "):
         pipe.value_and_gradients(x, np.full(len(x), 99))
+    with pytest.raises(DataError, match=r"data\.x has \d+, data\.y has 3\. They must share"):
+        pipe.value_and_gradients(x, x[:3])
 
 
 @pytest.mark.parametrize(
