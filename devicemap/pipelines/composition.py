@@ -16,6 +16,7 @@ from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.row_counts import row_counts, with_row_counts_checked, with_static_rows
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
+from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, error_text, function_error
 from devicemap.events import short_name
 from devicemap.hosts import settle
@@ -173,28 +174,28 @@ class EagerGraphs:
             if known is None:
                 self._graphs[self._key(batch, key)] = function, facts  # with layers that the traces have found
         except tf.errors.OpError as error:
-            raise function_error(f"{self._failed_stage(batch)} failed: {error_text(error)}", error) from error
+            raise function_error(f"{self._failed_stage(batch, error)} failed: {error_text(error)}", error) from error
         if self._setting.clock:
             self._setting.clock.values = times
         return facts[-1], tensors
 
-    def _failed_stage(self, batch: Batch) -> str:
-        """Return which stage fails if they run in turn on the whole batch, because TensorFlow does not report it.
+    def _failed_stage(self, batch: Batch, error: Exception) -> str:
+        """Return which stage has this class of error if they run in turn on the whole batch. TensorFlow does not report it.
 
-        They do not run again if they have side effects.
+        They do not run again if they have side effects, or if memory was short, which whole batches need more of.
         """
         stages = [*self._stages[:-2], self._stages[-1 if batch.targets else -2]]
         first = len(tf.nest.flatten(batch.nest))
         values, targets = batch.tensors[:first], batch.tensors[first:]
         traced = trace_in_turn(stages, batch.nest, batch.targets)[1]
-        repeatable = [] if any(each.traced.audit.acts for each in traced) else zip(stages, traced)
-        for stage, each in repeatable:
+        repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
+        for stage, each in zip(stages, traced) if repeatable else ():
             device = stage.devices[0]
             try:
                 with tf.device(device):
                     results = each.traced.concrete(*values, *(targets if stage is stages[-1] else []))
-            except tf.errors.OpError:
-                return f"{stage.name} on {short_name(device)}"
+            except Exception as found:
+                return f"{stage.name} on {short_name(device)}" if type(found) is type(error) else "a stage"
             values = results[: len(results) - len(each.losses)]
         return "a stage"
 
