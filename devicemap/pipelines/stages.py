@@ -212,7 +212,8 @@ class Stage:
                 traced = trace(function, specs, Options(batched=True), stream)
             except FunctionError as error:
                 original = error.__cause__ or error
-                raise function_error(f"{self.name}: {error}", original) from original
+                source = f", whose data are the results of stage {self._k - 1}" if self._k else ""
+                raise function_error(f"{self.name}{source}: {error}", original) from original
         self.is_traced = True
         if used.builds and builds:  # while Keras builds layers, it changes the training mode
             return self._trace(given, stream, builds=False)

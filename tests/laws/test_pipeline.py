@@ -420,10 +420,10 @@ def test_what_cannot_be_is_refused(bad: Any) -> None:
         (
             lambda rows: tf.matmul(rows, tf.ones([5, 2])),
             ValueError,
-            "^stage 1 of 2: fn could not be traced for a batch",
+            "^stage 1 of 2, whose data are the results of stage 0: fn could not be traced for a batch",
         ),
-        (lambda rows, more: rows, TypeError, "^stage 1 of 2: .*fn takes 2 arguments"),
-        (tf.reduce_sum, FunctionError, "^stage 1 of 2: the result of fn is a scalar"),
+        (lambda rows, more: rows, TypeError, "^stage 1 of 2, .* stage 0: .*fn takes 2 arguments"),
+        (tf.reduce_sum, FunctionError, "^stage 1 of 2, .*: the result of fn is a scalar"),
     ],
     ids=["fails", "shape", "arguments", "scalar"],
 )
