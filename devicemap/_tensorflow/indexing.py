@@ -76,7 +76,7 @@ def convert_slice(given: Any) -> Any:
 
 def convert_strided_slice(given: Any) -> Any:
     """Slice, or gather what is at indices that differ between rows, as in `x[i]` and `x[:, i, :2]`."""
-    if not given.input(1).is_stacked:
+    if not any(given.input(place).is_stacked for place in (1, 2, 3)):
         return convert_as_tensorflow(given)
     params = given.input(0)
     spec, indices = _parts_of_slice(given)
@@ -121,7 +121,10 @@ def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
         else:
             ranges = [(begins[i], masks["begin"][i]), (ends[i], masks["end"][i]), (strides[i], False)]
             if any(each.is_stacked and not masked for each, masked in ranges):
-                raise NotVectorizableError("takes another range of each row")
+                raise NotVectorizableError(
+                    "takes another range of each row",
+                    "take ranges of one size by tf.slice(x, begin, size), or the whole axis with a mask (tf.sequence_mask)",
+                )
             spec.append(slice(*(None if masked else each.t for each, masked in ranges)))
         axis += 1
     return spec, indices

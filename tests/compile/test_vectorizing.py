@@ -88,6 +88,7 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
         "TopKV2 has another k for each row",
     ),
     (lambda r: tf.reduce_sum(tf.slice(r, [tf.argmax(r)], [-1])), VECTORS, "Slice"),
+    (lambda r: tf.reduce_sum(r[: tf.argmax(r)]), VECTORS, "StridedSlice takes another range of each row"),
     (
         lambda r: tf.raw_ops.ClipByValue(t=r, clip_value_min=-(VECTOR**2), clip_value_max=VECTOR**2),
         VECTORS,
@@ -134,6 +135,15 @@ def test_a_known_shape_lets_rows_part() -> None:
     unknown = traced(devicemap.DeviceMap(lambda row: growing(row, False), devices=TWO), VECTORS)
     assert "tf.ensure_shape" in unknown.remedy
     assert traced(devicemap.DeviceMap(lambda row: growing(row, True), devices=TWO), VECTORS).vectorized
+
+
+def test_a_known_size_lets_ranges_differ() -> None:
+    """As the remedy says."""
+    ranges = [lambda r: r[(i := tf.argmin(r[:2])) : i + 2], lambda r: tf.slice(r, tf.argmin(r[:2])[None], [2])]
+    differing, sized = (devicemap.DeviceMap(fn, devices=TWO) for fn in ranges)
+    assert "tf.slice" in traced(differing, VECTORS).remedy
+    assert traced(sized, VECTORS).vectorized
+    np.testing.assert_array_equal(differing(VECTORS), sized(VECTORS))
 
 
 TENSOR = tf.Variable(tf.reshape(tf.range(60, dtype=tf.float32), [3, 4, 5]))
