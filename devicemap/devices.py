@@ -250,8 +250,6 @@ def _of_kind(names: list[str], kind: str) -> list[str]:
 
 def gpu_indices(names: Sequence[str]) -> dict[str, int]:
     """Return the index of the physical GPU of each local GPU among these full names."""
-    if not any(kind_of(name) == "GPU" for name in names):
-        return {}
     local = _local_devices(_logical_devices()[1])
     return {name: local[name].physical_index for name in names if kind_of(name) == "GPU" and name in local}
 

@@ -86,8 +86,6 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
 
     The arguments of `original.__init__` are unknown. So `__init__` is not called, and the attributes are copied.
     """
-    if isinstance(original, FunctionError):
-        return failure(message, shards)
     try:
         kind: Any = type("FunctionError", (FunctionError, type(original)), {"__module__": __name__})
         error: FunctionError = kind.__new__(kind, message)

@@ -16,7 +16,6 @@ import tensorflow as tf
 from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.indexing import LISTS
-from devicemap.compile.audit import READS
 
 ELEMENTWISE = frozenset(
     "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "
@@ -227,6 +226,4 @@ def runs_row_by_row(op: Any) -> bool:
     if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
         return False
     state = {each.dtype for each in (*op.inputs, *op.outputs)} & {tf.variant, tf.resource}
-    if op.type in READS:
-        return state == {tf.resource}
     return bool(op.outputs) and not (state or op.op_def.is_stateful or is_control_flow(op))

@@ -186,8 +186,6 @@ def _names_around(fn: Any) -> dict[int, str]:
 def _closure_of(fn: Any) -> Mapping[str, Any]:
     """Return the globals and closure variables that a Python function uses, except modules; nothing for other values."""
     fn = getattr(fn, "python_function", fn)
-    if not inspect.isroutine(fn):
-        return {}
     with suppress(TypeError, ValueError):  # not Python code, or a cell that is still empty
         seen = inspect.getclosurevars(inspect.unwrap(fn))
         return {

@@ -738,8 +738,8 @@ def test_models_without_an_optimizer_predict(devices: list[str]) -> None:
     """Also where the lengths of rows vary, which are no rows of others."""
     for model, rows in ((keras.Sequential([keras.Input([6]), layers.Dense(2)]), X), (varying(), np.stack([X, X], 1))):
         alone = model(rows)  # Keras itself compiles by XLA for a GPU, which cannot in software
-        model.compile(jit_compile=False)
-        got = devicemap.parallelize(model, devices).predict(rows, verbose=0)
+        model.compile(jit_compile=False, steps_per_execution=2)
+        got = devicemap.parallelize(model, devices).predict(rows, batch_size=5, verbose=0)
         oracle.assert_close(got, alone, rtol=1e-5, atol=1e-6)
 
 
