@@ -24,7 +24,7 @@ from devicemap.compile.graph_builder import copied, depends_on, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
-from devicemap.compile.row_counts import with_row_counts_checked
+from devicemap.compile.row_counts import with_row_counts_checked, with_static_rows
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.devices import kind_of
@@ -78,7 +78,9 @@ class MappedCall:
             )
         on_devices = self._in_lockstep if self._survey.meets else self._apart
         if self._given.count is not None:
-            return on_devices(self._rows)
+            results = on_devices(self._rows)
+            outputs = [with_static_rows(leaf, self._given.count) for leaf in results[: self._passed.of_rows]]
+            return [*outputs, *results[self._passed.of_rows :]]
         devices = len(self._forward.devices)
         with tf.device(self._place):
             rows = _filled(self._rows, devices)

@@ -743,6 +743,21 @@ def test_models_without_an_optimizer_predict(devices: list[str]) -> None:
         oracle.assert_close(got, alone, rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_knows_the_rows_of_a_batch(devices: list[str]) -> None:
+    """Also where outputs have one number, for which Keras weights the means of losses by the static number of rows."""
+    shapes = []
+
+    class Told(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            shapes.append([each.shape.as_list() for each in self(data[0], training=True)])
+            return {}
+
+    model = Told(given := keras.Input([6]), [layers.Dense(1)(given), layers.Dense(3)(given)])
+    model.compile("sgd", jit_compile=False)
+    devicemap.parallelize(model, devices).train_on_batch(X[:10])
+    assert shapes[-1] == [[10, 1], [10, 3]]
+
+
 @pytest.mark.in_ci(1)
 @pytest.mark.parametrize("layer", [AddsLosses, lambda: layers.ReLU(activity_regularizer="l2")])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
