@@ -23,6 +23,8 @@ class PipelineModel(keras.Model):
         layers = pipe._models
         super().__init__(autocast=False, dtype=_scaled_policy(layers))  # for loss scaling by Keras
         self.pipe, self.stage_layers, self._default = pipe, layers, pipe.loss
+        if hasattr(pipe._stages[-1].function, "output_names"):
+            self.output_names = pipe._stages[-1].function.output_names  # which Keras puts before the names of metrics
         self.built, self.supports_jit = pipe._is_traced, False  # also for predict without compile
 
     def compile(
@@ -37,7 +39,8 @@ class PipelineModel(keras.Model):
             raise OptionError("jit_compile=True: XLA compiles for one device; omit it")
         if isinstance(loss, list | tuple | dict) or loss_weights is not None:
             raise OptionError(
-                f"loss={loss!r}, loss_weights={loss_weights!r}; expected one loss, a function of all outputs"
+                f"loss={loss!r}, loss_weights={loss_weights!r}; expected one loss. It may be a function of all targets and "
+                "outputs that returns a loss for each row, such as lambda y, out: mse(y['a'], out['a']) + mse(y['b'], out['b'])"
             )
         self.pipe = self.pipe._copy_with(self._default if loss is None else as_loss(loss))
         super().compile(optimizer, self.pipe.loss, None, *arguments, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -121,6 +122,9 @@ def copied(call: LayerCall, device: str) -> LayerCall:
     layer = call.layer
     if not isinstance(layer, keras.Layer):  # an op, which has no variables
         return call
+    state = (
+        random.getstate()
+    )  # Keras draws seeds for the copy, whose state and values are those of the layer in the end
     try:
         with tf.device(device):
             copy = _from_config(layer)
@@ -137,6 +141,8 @@ def copied(call: LayerCall, device: str) -> LayerCall:
         raise OptionError(
             f"{layer.name} cannot be copied to its stage by get_config and build of {type(layer).__name__}: {error}"
         ) from error
+    finally:
+        random.setstate(state)
     return replace(call, layer=copy)
 
 

@@ -115,6 +115,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         check_rows_are_independent(f"stage {i} of {n}", run, given)
         name, policy = f"{model.name}_{i}", model.dtype_policy
         stages.append(StageModel(run, owned, None if i else model, name=name, dtype=policy))
+    if hasattr(model, "output_names"):
+        stages[-1].output_names = model.output_names
     return Stages(stages, [copies[id(layer)] for layer in layers])
 
 

@@ -112,7 +112,7 @@ class Stage:
             loss: a function of its results and the targets that returns a list of vectors `[rows]`. The stage takes its inputs
                 and the tuple of targets.
         """
-        self._k, self._function, self._setting, self._loss = k, function, setting, loss
+        self._k, self.function, self._setting, self._loss = k, function, setting, loss
         self.name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
         self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
@@ -139,7 +139,7 @@ class Stage:
 
     def with_loss(self, loss: Callable[..., Any]) -> Stage:
         """Return the stage with a loss."""
-        return Stage(self._k, self._function, self._setting, loss)
+        return Stage(self._k, self.function, self._setting, loss)
 
     def traced(self, given: Any, replica: int = 0) -> TracedStage:
         """Return the trace for a nest of specs in a replica.
@@ -201,12 +201,12 @@ class Stage:
                 arguments = _as_arguments(nest)
             passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
             with tracing_again(key):
-                return self._with_losses(self._function(*passed), arguments, targets, used.losses, losses)
+                return self._with_losses(self.function(*passed), arguments, targets, used.losses, losses)
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
             if self._loss is None:
-                function.__signature__ = inspect.signature(self._function)  # for error messages
+                function.__signature__ = inspect.signature(self.function)  # for error messages
         with observing() as used:
             try:
                 traced = trace(function, specs, Options(batched=True), stream)
@@ -230,7 +230,7 @@ class Stage:
 
     def _takes_list(self, count: int) -> bool:
         """Whether the stage is a functional model of this number of inputs, which takes them as a list."""
-        graph = graph_of(self._function) if self.is_layer else None
+        graph = graph_of(self.function) if self.is_layer else None
         return graph is not None and count > 1 and len(graph.inputs) == count
 
     @tf.autograph.experimental.do_not_convert

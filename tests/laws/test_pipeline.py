@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import weakref
 from typing import Any
 
@@ -255,7 +256,9 @@ def test_a_model_that_was_split_does_not_change(devices: list[str]) -> None:
         mapper = DeviceMap(model, batched=True, devices=devices)
         results = [*fit(), model.predict(x, verbose=0), mapper(x)]
         if split_it:
+            state = random.getstate()  # from which Keras draws the order of a PyDataset
             stages = split(model, 2, "bytes", devices)
+            assert random.getstate() == state
             Pipeline(stages, devices)(x)
             for stage in stages:
                 stage.set_weights([2 * weight for weight in stage.get_weights()])

@@ -494,6 +494,16 @@ def test_losses_of_one_row_along_an_axis(devices: list[str]) -> None:
     assert_close(pipe.value_and_gradients(x, np.abs(x))[0], loss(np.abs(x), x**2))
 
 
+def test_metrics_have_the_names_of_outputs(devices: list[str]) -> None:
+    given = keras.Input([4])
+    model = keras.Model(given, [layers.Dense(4, name="a")(given), layers.Dense(4, name="b")(given)])
+    piped = Pipeline(split(model, 2, "bytes", devices), devices[:2]).as_model()
+    losses = lambda y, outputs: (y[0] - outputs[0]) ** 2 + (y[1] - outputs[1]) ** 2
+    for each, loss in ((model, "mse"), (piped, losses)):
+        each.compile("sgd", loss, metrics=[["mae"], ["mse"]])
+        assert {"a_mae", "b_mse"} <= each.fit(x, [x, x], verbose=0).history.keys()
+
+
 def test_a_loss_that_fails_names_the_cause() -> None:
     pipe = Pipeline([tf.sin, tf.nn.softmax], ["CPU:0", "CPU:1"], 2, loss="sparse_categorical_crossentropy")
     with pytest.raises(FunctionError, match=r"stage 1 of 2 with the loss on CPU:1 failed: .* label value of 99 "):
