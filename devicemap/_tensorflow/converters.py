@@ -220,6 +220,15 @@ def convert_decomposition(given: Any, vectors: str) -> Any:
     return [pfor.wrap(values, True), *(pfor.wrap(tf.zeros([0], other.dtype), False) for other in others)]
 
 
+def convert_bound(given: Any) -> Any:
+    """Search in a sorted sequence for the values of all rows at once, if rows share it. Otherwise, each row has its own."""
+    (sequence, differs, _), wanted = given.input(0), given.input(1)
+    if differs or not wanted.is_stacked or given.op.inputs[0].shape[0] != 1:
+        return by_merging(batch, batch, shared)(given)
+    (found,) = run_again(given.op, [sequence, tf.reshape(wanted.t, [1, tf.size(wanted.t)])])
+    return wrap_stacked([tf.reshape(found, tf.shape(wanted.t))])
+
+
 def _all(ops: str, converter: Converter) -> dict[str, Converter]:
     return dict.fromkeys(ops.split(), converter)
 
@@ -240,8 +249,8 @@ CONVERTERS: dict[str, Converter] = {
         by_merging(batch, shared),
     ),
     **_all(
-        "InTopKV2 LowerBound ResizeBicubicGrad ResizeBilinearGrad SoftmaxCrossEntropyWithLogits "
-        "SparseSoftmaxCrossEntropyWithLogits UpperBound",
+        "InTopKV2 ResizeBicubicGrad ResizeBilinearGrad SoftmaxCrossEntropyWithLogits "
+        "SparseSoftmaxCrossEntropyWithLogits",
         by_merging(batch, batch, shared),
     ),
     **_all(
@@ -267,6 +276,7 @@ CONVERTERS: dict[str, Converter] = {
     ),
     **_all("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum", convert_shared_segments),
     **_all("BiasAdd Relu", convert_fusible),
+    **_all("LowerBound UpperBound", convert_bound),
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,
     "CumulativeLogsumexp": by(for_all_rows, axes),

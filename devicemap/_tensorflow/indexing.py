@@ -61,17 +61,50 @@ def convert_shared_segments(given: Any) -> Any:
 
 
 def convert_slice(given: Any) -> Any:
-    """Slice. TensorFlow's converter gathers slices that begin at a different index in each row.
+    """Slice, or gather slices of one size that begin at a different index in each row.
 
-    The gather kernel on GPUs returns zeros for an index out of bounds, for which a slice must raise an error.
+    TensorFlow's converter gathers with an index for each element. It also copies a tensor that rows share for each row.
     """
-    given.stack_inputs([0])
-    begin, begin_stacked, _ = given.input(1)
-    if begin_stacked:
-        lengths, size = tf.shape(given.stacked_input(0), begin.dtype)[1:], given.unstacked_input(2)
-        end = begin + tf.maximum(size, 0)  # a size of -1 ends with the axis
-        given.inputs[1] = pfor.wrap(_checked(begin, (begin >= 0) & (end <= lengths)), True)
-    return convert_as_tensorflow(given)
+    if not given.input(1).is_stacked:
+        return convert_as_tensorflow(given)
+    part, stacked, _ = given.input(0)
+    shape, wanted = given.op.inputs[0].shape, given.op.outputs[0].shape
+    begins = _elements(given, 1, wanted.rank)
+    first, lengths = tf.cast(given.input(1).t, tf.int64), tf.cast(given.unstacked_input(2), tf.int64)
+    # The gather kernel on GPUs returns zeros for an index out of bounds, for which a slice must raise an error.
+    ends = first + tf.maximum(lengths, 0)  # a size of -1 ends with the axis
+    first = _checked(first, (first >= 0) & (ends <= tf.shape(part, tf.int64)[int(stacked) :]))
+    whole = [shape[axis] == length is not None for axis, length in enumerate(wanted)]  # these slices begin at 0
+    differing = [axis for axis, each in enumerate(begins) if each.is_stacked and not whole[axis]]
+    starts = [tf.zeros([], tf.int64) if each.is_stacked else tf.cast(each.t, tf.int64) for each in begins]
+    counts = [tf.constant(-1, tf.int64) if each.is_stacked else lengths[axis] for axis, each in enumerate(begins)]
+    with tf.control_dependencies([first]):
+        part = tf.slice(part, tf.stack([0] * stacked + starts), tf.stack([-1] * stacked + counts))
+    if not differing:
+        return [pfor.wrap(part, stacked)]
+    return wrap_stacked([_windows(part, stacked, first, differing, wanted)])
+
+
+def _windows(part: Any, stacked: bool, first: Any, differing: list[int], wanted: tf.TensorShape) -> Any:
+    """Gather windows, `[rows, *wanted]`, that begin at the index `first` of each row, `[rows, rank]`, along some axes.
+
+    The axes up to the last of these are merged into one, of which the gather takes whole blocks.
+    """
+    merged = differing[-1] + 1
+    lengths = tf.shape(part, tf.int64)[int(stacked) :]
+    index = tf.zeros_like(first[:, 0])
+    for axis in range(merged):
+        places = tf.range(tf.constant(wanted[axis], tf.int64) if axis in differing else lengths[axis])[tf.newaxis]
+        if axis in differing:
+            places += first[:, axis, tf.newaxis]
+        for _ in range(axis):
+            places = tf.expand_dims(places, 1)
+        index = index[..., tf.newaxis] * lengths[axis] + places
+    rows = tf.shape(part, tf.int64)[: int(stacked)]
+    blocks = tf.reshape(part, tf.concat([rows, [tf.reduce_prod(lengths[:merged])], lengths[merged:]], 0))
+    if stacked:
+        return tf.gather(blocks, index, axis=1, batch_dims=1)
+    return tf.gather_nd(blocks, index[..., tf.newaxis])  # its gradient is dense, as that of a slice
 
 
 def convert_strided_slice(given: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.pfor import convert, run_again, wrap_stacked
 from devicemap.compile.graph_walker import CALLS, GraphWalker, node_name
 from devicemap.compile.row_loop import row_by_row
@@ -243,6 +244,13 @@ def needs_placeholders(vectorized: Any) -> bool:
         if any(_PLACEHOLDER in node_name(name) for name in taken + returned):
             return True
     return False
+
+
+def is_short(row_fn: Any) -> bool:
+    """Whether each op of the function of one row takes little time, so that the loop over rows takes most of it."""
+    ops = (op for graph in graphs_within(row_fn.graph) for op in graph.get_operations() if op.type not in _FREE)
+    results = (result for op in ops for result in op.outputs if result.dtype not in (tf.resource, tf.variant))
+    return all(result.shape.is_fully_defined() and result.shape.num_elements() <= _MOST_ELEMENTS for result in results)
 
 
 def saves_time(loops: Sequence[Sequence[RowCall]], row_fn: Any) -> bool:

@@ -34,7 +34,7 @@ from devicemap._tensorflow.pfor import (
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
 from devicemap.compile.graph_walker import CALLS
-from devicemap.compile.row_calls import RowCalls, needs_placeholders, result_of, saves_time
+from devicemap.compile.row_calls import RowCalls, is_short, needs_placeholders, result_of, saves_time
 from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
@@ -219,7 +219,10 @@ class _Vectorizer:
 
     def check(self, vectorized: Any, row_fn: Any) -> None:
         """Raise `_NotVectorizedError` if results of unknown shape are needed for all rows, or loops over rows save no time."""
+        alone = self.calls.alone
         if self.calls.unstacked is None:
+            if alone and is_short(row_fn) and not saves_time([[call] for call in alone], row_fn):
+                raise alone[0].reason
             return
         if needs_placeholders(vectorized) or not saves_time(self.calls.loops, row_fn):
             raise self.calls.unstacked

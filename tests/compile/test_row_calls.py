@@ -189,3 +189,19 @@ def test_otherwise_the_whole_function_does(fn: Callable[[Any], Any], op: str) ->
     plan = traced(devicemap.DeviceMap(fn), ROWS)
     assert not plan.vectorized
     assert plan.reason.startswith(f"{op} has no vectorised form")
+
+
+def test_short_functions_with_many_such_ops_run_row_by_row() -> None:
+    """Otherwise, each op would have a loop over rows, which takes longer than the op."""
+
+    def lengths(row: Any) -> Any:
+        text = tf.as_string(row[0])
+        for _ in range(4):
+            text = tf.strings.substr(tf.strings.join([text, "-"]), 0, 9)
+        return tf.strings.length(text)
+
+    plan = devicemap.DeviceMap(lengths, devices=["CPU:0"]).explain(ROWS)
+    assert not plan.vectorized
+    assert "StringJoin has no vectorised form" in plan.reason
+    once = devicemap.DeviceMap(lambda row: lengths(_features(row)), devices=["CPU:0"])
+    assert once.explain(ROWS).vectorized

@@ -551,6 +551,53 @@ def test_a_slice_of_all_elements_after_a_shared_index(fn: Callable[[Any], Any]) 
         mapper(tf.constant([0, 1, 7, 1]))
 
 
+LONG = tf.constant(np.sort(np.random.default_rng(1).normal(size=40)), tf.float32)
+PICTURE = tf.constant(np.random.default_rng(2).normal(size=[9, 8, 3]), tf.float32)
+TILES = tf.constant(np.random.default_rng(3).normal(size=[5, 6, 5, 3]), tf.float32)
+WINDOWS: dict[str, Callable[[Any, Any], Any]] = {
+    "of a vector": lambda i, _: tf.slice(LONG, [4 * i], [5]),
+    "of a picture": lambda i, _: tf.slice(PICTURE, [i, i // 2, 1], [3, 2, 2]),
+    "beside a shared index": lambda i, _: tf.slice(PICTURE, [2, i, 1], [-1, 2, -1]),
+    "of each row": lambda i, x: tf.slice(x, [i // 2, i // 4, 0], [2, 3, 3]),
+    "of whole axes": lambda i, x: tf.slice(x, [0 * i, i // 2, 0 * i], [6, 2, 3]),
+    "of all axes": lambda i, x: tf.slice(PICTURE, tf.repeat(0 * i, 3), [9, 8, 3]) + x[0, 0, 0],
+    "without elements": lambda i, x: tf.slice(x, [i // 2, i // 4, 0], [2, 0, 3]),
+    "search for a number": lambda _, x: LONG[tf.searchsorted(LONG, x[0, 0, :1])[0] - 1],
+    "search for several": lambda _, x: tf.gather(LONG, tf.searchsorted(LONG, x[0, 0], side="right") - 1),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_windows_that_begin_elsewhere_in_each_row(window: Any) -> None:
+    """Nothing that rows share is copied for each of them."""
+    rows = tf.constant([0, 3, 1, 6, 2]), TILES
+
+    def taken(mapped: Any) -> Any:
+        sources = [LONG, PICTURE, TILES]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            results = mapped(rows)
+        return results, *tape.gradient(results**2, sources, unconnected_gradients="zero")
+
+    mapper = devicemap.DeviceMap(window, devices=TWO)
+    assert traced(mapper, rows).reason == ALL_OPS
+    tiled = (node for graph in partitions(mapper, rows) for node in graph.node if node.op == "Tile")
+    assert tf.float32.as_datatype_enum not in {node.attr["T"].type for node in tiled}  # only indices are
+    wanted = taken(lambda data: tf.stack([window(*row) for row in zip(*map(tf.unstack, data))]))
+    for got, expected in zip(taken(mapper), wanted):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_size_of_minus_one_after_an_index_of_each_row() -> None:
+    """The last length is unknown, and its index is part of a vector that differs between rows."""
+    fn = tf.function(
+        lambda row, i: tf.slice(row, tf.concat([[i], [1]], 0), [2, -1]),
+        input_signature=[tf.TensorSpec([4, None]), tf.TensorSpec([], tf.int32)],
+    )
+    data = tf.reshape(tf.range(24.0), [2, 4, 3]), tf.constant([0, 2])
+    np.testing.assert_array_equal(devicemap.DeviceMap(fn, devices=TWO)(data), [data[0][0, :2, 1:], data[0][1, 2:, 1:]])
+
+
 @pytest.mark.in_ci(1)
 @pytest.mark.parametrize("fn", [control_flow.power, control_flow.until_small, control_flow.branch_in_loop])
 def test_compiled_loops(fn: Callable[[Any], Any]) -> None:
