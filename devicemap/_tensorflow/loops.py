@@ -116,7 +116,8 @@ def _shared_loop(given: Any, differing: Iterable[int]) -> list[Any]:
 def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
     """Return the results of a loop that rows leave at different times.
 
-    Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of rows that leave.
+    Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of the rows that leave in
+    a step, as one tensor, because a tensor for each row would take longer than short steps.
     """
     _check_parting(given)
     graph, given_lists = _body_of(given), _lists(given.op)
@@ -134,7 +135,7 @@ def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
         def split() -> list[Any]:
             choice = tf.cast(goes_on, tf.int32)
             gone, remaining = tf.dynamic_partition(rows, choice, 2)
-            staying, arrays = dict(values), dict(finished)
+            staying, arrays = dict(values), {_ROWS: finished[_ROWS].write(step := finished[_ROWS].size(), gone)}
             for i in carried:
                 if stacked[i]:
                     each = lists[i].to_rows(values[i], tf.size(rows)) if i in lists else values[i]
@@ -143,37 +144,44 @@ def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
                 else:
                     leaving = as_stacked(pfor.wrap(values[i], False), [tf.size(gone)])
                 if i in finished:
-                    arrays[i] = finished[i].scatter(gone, leaving)
+                    arrays[i] = finished[i].write(step, leaving)
             return [remaining, *staying.values(), *arrays.values()]
 
-        if not lists:
-            return split()
-        # Without this condition, each step would copy each list.
+        # Without this condition, each step would copy each variable.
         unchanged = [rows, *values.values(), *finished.values()]
         return list(tf.cond(tf.reduce_all(goes_on) & (tf.size(rows) > 0), lambda: unchanged, split))
 
     def unpacked(state: Sequence[Any]) -> tuple[Any, dict[int, Any], dict[int, Any]]:
         rows, *others = state
-        return rows, dict(zip(carried, others)), dict(zip(changing, others[len(carried) :]))
+        return rows, dict(zip(carried, others)), dict(zip([_ROWS, *changing], others[len(carried) :]))
 
     def step(*state: Any) -> list[Any]:
         rows, values, finished = unpacked(state)
         return part(rows, values | variables.step(values, rows), finished)
 
-    arrays = [
-        tf.TensorArray(lists[i].dtype, count, element_shape=[None, *lists[i].shape])
+    arrays = {_ROWS: _array(tf.int32, [])} | {
+        i: _array(lists[i].dtype, [None, *lists[i].shape])
         if i in lists
-        else tf.TensorArray(graph.inputs[i].dtype, count, element_shape=variables.shapes[i][int(stacked[i]) :])
+        else _array(graph.inputs[i].dtype, variables.shapes[i][int(stacked[i]) :])
         for i in changing
-    ]
-    begun = part(tf.range(count), dict(zip(carried, variables.started(carried))), dict(zip(changing, arrays)))
-    shapes = [tf.TensorShape([None]), *(variables.shapes[i] for i in carried), *[tf.TensorShape([])] * len(changing)]
+    }
+    begun = part(tf.range(count), dict(zip(carried, variables.started(carried))), arrays)
+    shapes = [tf.TensorShape([None]), *(variables.shapes[i] for i in carried), *[tf.TensorShape([])] * len(arrays)]
     _, _, finished = unpacked(variables.run(lambda rows, *_: tf.size(rows) > 0, step, begun, shapes))
-    results = variables.wrapped({})
+    results, order = variables.wrapped({}), finished.pop(_ROWS).concat()
     for i, array in finished.items():
-        values = array.stack()
+        values = tf.dynamic_stitch([order], [array.concat()])
         results[i] = pfor.wrap(lists[i].of_rows(values) if i in lists else values, True)
     return results
+
+
+_ROWS = -1
+"""The key of the array of the rows that have left, beside those of variables."""
+
+
+def _array(dtype: Any, shape: Any) -> Any:
+    """Return an array that takes a tensor `[rows, *shape]` of the rows that leave in each step."""
+    return tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=[None, *shape])
 
 
 def _check_parting(given: Any) -> None:

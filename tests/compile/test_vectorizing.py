@@ -391,7 +391,7 @@ def test_random_numbers_differ_between_rows() -> None:
 
 
 def test_what_the_vectorised_graph_does_not_hold() -> None:
-    """Neither gathered rows, nor lists and branches for loops that rows leave at once."""
+    """No gathered rows, no lists and branches for loops that rows leave at once, and no list with a tensor for each row."""
     graphs = partitions(devicemap.DeviceMap(tf.sin, devices=TWO), VECTORS)
     assert not [node.op for graph in graphs for node in graph.node if "Gather" in node.op]
     for fn in (control_flow.power, control_flow.shared_start):
@@ -399,6 +399,9 @@ def test_what_the_vectorised_graph_does_not_hold() -> None:
         whole = tf.function(lambda x: mapper(x)).get_concrete_function(control_flow.ROWS).graph.as_graph_def()
         held = {node.op for function in whole.library.function for node in function.node_def}
         assert not {"TensorListReserve", "If", "StatelessIf"} & held
+    mapper = devicemap.DeviceMap(control_flow.until_small, devices=TWO)
+    assert traced(mapper, control_flow.ROWS).vectorized
+    assert not placements(partitions(mapper, control_flow.ROWS), "TensorListScatterIntoExistingList")
 
 
 @pytest.mark.nightly
