@@ -80,9 +80,9 @@ def convert_slice(given: Any) -> Any:
     counts = [tf.constant(-1, tf.int64) if each.is_stacked else lengths[axis] for axis, each in enumerate(begins)]
     with tf.control_dependencies([first]):
         part = tf.slice(part, tf.stack([0] * stacked + starts), tf.stack([-1] * stacked + counts))
-    if not differing:
-        return [pfor.wrap(part, stacked)]
-    return wrap_stacked([_windows(part, stacked, first, differing, wanted)])
+    result, stacked = (_windows(part, stacked, first, differing, wanted), True) if differing else (part, stacked)
+    result.set_shape([*[None] * stacked, *wanted])
+    return [pfor.wrap(result, stacked)]
 
 
 def _windows(part: Any, stacked: bool, first: Any, differing: list[int], wanted: tf.TensorShape) -> Any:

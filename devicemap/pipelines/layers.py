@@ -122,9 +122,7 @@ def copied(call: LayerCall, device: str) -> LayerCall:
     layer = call.layer
     if not isinstance(layer, keras.Layer):  # an op, which has no variables
         return call
-    state = (
-        random.getstate()
-    )  # Keras draws seeds for the copy, whose state and values are those of the layer in the end
+    state = random.getstate()  # Keras draws seeds for the copy, which then gets the values of the layer
     try:
         with tf.device(device):
             copy = _from_config(layer)
