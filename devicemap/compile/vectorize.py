@@ -219,10 +219,10 @@ class _Vectorizer:
 
     def check(self, vectorized: Any, row_fn: Any) -> None:
         """Raise `_NotVectorizedError` if results of unknown shape are needed for all rows, or loops over rows save no time."""
-        alone = self.calls.alone
         if self.calls.unstacked is None:
-            if alone and is_short(row_fn) and not saves_time([[call] for call in alone], row_fn):
-                raise alone[0].reason
+            others = [[call] for call in self.calls.alone[1:]]  # one loop over rows is needed in any case
+            if others and is_short(row_fn) and not saves_time(others, row_fn):
+                raise self.calls.alone[0].reason
             return
         if needs_placeholders(vectorized) or not saves_time(self.calls.loops, row_fn):
             raise self.calls.unstacked
