@@ -32,7 +32,7 @@ from devicemap._tensorflow.pfor import (
     run_again,
     wrap_stacked,
 )
-from devicemap._tensorflow.products import convert_product
+from devicemap._tensorflow.products import convert_product, convert_solve
 
 Rule = Callable[[Any, int], Any]
 """`(given, place)`, an op and the index of an input -> the input of the op for all rows."""
@@ -266,6 +266,7 @@ CONVERTERS: dict[str, Converter] = {
     **_all("Pad PadV2 MirrorPad", by(for_all_rows, paddings, shared)),
     **_all("Transpose ConjugateTranspose", by(for_all_rows, permutation)),
     **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
+    **_all("MatrixSolve MatrixTriangularSolve", convert_solve),
     **_all(
         "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum",
         convert_segments,

@@ -1,4 +1,4 @@
-"""The converter of matrix products."""
+"""The converters of matrix products and of systems of linear equations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.pfor import NotVectorizableError, pfor, wrap_stacked
+from devicemap._tensorflow.pfor import NotVectorizableError, convert_as_tensorflow, pfor, run_again, wrap_stacked
 
 
 def convert_product(given: Any) -> Any:
@@ -36,6 +36,19 @@ def convert_product(given: Any) -> Any:
     left, right = _with_same_batch(left, right)
     product = tf.matmul(_of_rank_3(left), _of_rank_3(right), adjoint_a=left_adjoint, adjoint_b=right_adjoint)
     return wrap_stacked([tf.reshape(product, tf.concat([tf.shape(left)[:-2], tf.shape(product)[1:]], 0))])
+
+
+def convert_solve(given: Any) -> Any:
+    """Solve systems of linear equations. A matrix that all rows share is factorised once, for the columns of all rows."""
+    (matrix, matrix_stacked, _), (columns, _, _) = given.input(0), given.input(1)
+    if matrix_stacked or any(each.shape.rank != 2 for each in given.op.inputs):
+        return convert_as_tensorflow(given)
+    of_all_rows = tf.transpose(columns, [1, 0, 2])
+    length, rows, count = tf.unstack(tf.shape(of_all_rows))
+    (solved,) = run_again(given.op, [matrix, tf.reshape(of_all_rows, [length, rows * count])])
+    result = tf.transpose(tf.reshape(solved, tf.shape(of_all_rows)), [1, 0, 2])
+    result.set_shape(columns.shape)
+    return wrap_stacked([result])
 
 
 _FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}

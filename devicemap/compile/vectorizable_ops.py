@@ -43,7 +43,7 @@ OPS = ELEMENTWISE.union(
     "GatherV2 "
     # Matrices on the last axes.
     "Cholesky Cross Diag DiagPart Einsum LogMatrixDeterminant MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV3 "
-    "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
+    "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 "
     # Transforms of the last axes.
     "AdjustContrastv2 AdjustHue AdjustSaturation FFT FFT2D FFT3D IFFT IFFT2D IFFT3D IRFFT IRFFT2D IRFFT3D RFFT RFFT2D RFFT3D "
     # Other numbers for each row.
