@@ -28,8 +28,10 @@ from devicemap._tensorflow.pfor import (
     NotVectorizableError,
     convert_as_tensorflow,
     for_all_rows,
+    merge_axes,
     pfor,
     run_again,
+    split_axis,
     wrap_stacked,
 )
 from devicemap._tensorflow.products import convert_product, convert_solve
@@ -50,8 +52,8 @@ def by_merging(*rules: Rule) -> Converter:
     """
 
     def convert(given: Any) -> Any:
-        rows, length = given.pfor.loop_len_vector, tf.shape(for_all_rows(given, rules.index(batch)))[1:2]
-        return wrap_stacked(_unflattened(result, rows, length) for result in _run(given, rules))
+        rows = for_all_rows(given, rules.index(batch))
+        return wrap_stacked(_split_like(rows, result) for result in _run(given, rules))
 
     return convert
 
@@ -63,7 +65,7 @@ def _run(given: Any, rules: Sequence[Rule]) -> list[Any]:
 
 
 def batch(given: Any, place: int) -> Any:
-    """Merge the row axis into the batch. TensorFlow's converter reshapes to -1, which fails for tensors without elements."""
+    """Merge the row axis into the batch."""
     return _flattened(for_all_rows(given, place))
 
 
@@ -117,16 +119,13 @@ _MERGED = "_devicemap_merged"
 
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
-    if hasattr(tensor, _MERGED):
-        return getattr(tensor, _MERGED)
-    shape = tf.shape(tensor)
-    return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
+    return getattr(tensor, _MERGED) if hasattr(tensor, _MERGED) else merge_axes(tensor, 2)
 
 
-def _unflattened(tensor: Any, rows: Any, length: Any) -> Any:
-    """`[rows * length, ...]` -> `[rows, length, ...]`."""
-    result = tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
-    setattr(result, _MERGED, tensor)
+def _split_like(rows: Any, merged: Any) -> Any:
+    """`[rows * batch, ...]` -> `[rows, batch, ...]`, as of `rows`."""
+    result = split_axis(merged, rows, 2)
+    setattr(result, _MERGED, merged)
     return result
 
 
@@ -201,8 +200,10 @@ def convert_bias_gradient(given: Any) -> Any:
 def convert_batch_normalization(given: Any) -> Any:
     """Normalise with given moments. The other results are unused (`vectorizable_ops.EXCEPTIONS`)."""
     result, *others = _run(given, [batch, shared])
-    result = _unflattened(result, given.pfor.loop_len_vector, tf.shape(for_all_rows(given, 0))[1:2])
-    return [pfor.wrap(result, True), *(pfor.wrap(other, False) for other in others)]
+    return [
+        pfor.wrap(_split_like(for_all_rows(given, 0), result), True),
+        *(pfor.wrap(other, False) for other in others),
+    ]
 
 
 def convert_depthwise(given: Any) -> Any:

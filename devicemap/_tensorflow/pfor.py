@@ -180,6 +180,28 @@ def run_again(op: Any, inputs: Iterable[Any]) -> list[Any]:
     )
 
 
+def merge_axes(tensor: Any, count: int) -> Any:
+    """Merge the first `count` axes. Reshaping to -1 takes fewer ops, but fails for tensors without elements."""
+    if count == 1:
+        return tensor
+    others = tensor.shape[count:]
+    if others.num_elements():
+        return tf.reshape(tensor, [-1, *others])
+    shape = tf.shape(tensor)
+    return tf.reshape(tensor, tf.concat([[tf.reduce_prod(shape[:count])], shape[count:]], 0))
+
+
+def split_axis(tensor: Any, like: Any, count: int) -> Any:
+    """Split the first axis into the first `count` axes of another tensor."""
+    if count == 1:
+        return tensor
+    others = like.shape[1:count].concatenate(tensor.shape[1:])
+    lengths = [-1, *others] if others.num_elements() else tf.concat([tf.shape(like)[:count], tf.shape(tensor)[1:]], 0)
+    result = tf.reshape(tensor, lengths)
+    result.set_shape(like.shape[:1].concatenate(others))
+    return result
+
+
 def wrap_stacked(results: Iterable[Any]) -> list[Any]:
     """Wrap results `[rows, ...]`."""
     return [pfor.wrap(result, True) for result in results]

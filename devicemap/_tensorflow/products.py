@@ -6,7 +6,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.pfor import NotVectorizableError, convert_as_tensorflow, pfor, run_again, wrap_stacked
+from devicemap._tensorflow.pfor import (
+    NotVectorizableError,
+    convert_as_tensorflow,
+    merge_axes,
+    pfor,
+    run_again,
+    split_axis,
+    wrap_stacked,
+)
 
 
 def convert_product(given: Any) -> Any:
@@ -34,8 +42,11 @@ def convert_product(given: Any) -> Any:
     left = left if left_stacked else pfor._stack(left, rows).t
     right = right if right_stacked else pfor._stack(right, rows).t
     left, right = _with_same_batch(left, right)
-    product = tf.matmul(_of_rank_3(left), _of_rank_3(right), adjoint_a=left_adjoint, adjoint_b=right_adjoint)
-    return wrap_stacked([tf.reshape(product, tf.concat([tf.shape(left)[:-2], tf.shape(product)[1:]], 0))])
+    axes = left.shape.rank - 2
+    product = tf.matmul(
+        merge_axes(left, axes), merge_axes(right, axes), adjoint_a=left_adjoint, adjoint_b=right_adjoint
+    )
+    return wrap_stacked([split_axis(product, left, axes)])
 
 
 def convert_solve(given: Any) -> Any:
@@ -56,11 +67,8 @@ _FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}
 
 def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
     """Multiply `[..., n, k]` by one matrix `[k, m]`, or by the adjoint of one `[m, k]`."""
-    shape = tf.shape(rows)
-    product = tf.matmul(tf.reshape(rows, [tf.reduce_prod(shape[:-1]), shape[-1]]), matrix, adjoint_b=adjoint)
-    result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
-    result.set_shape([*rows.shape[:-1], product.shape[-1]])
-    return result
+    axes = rows.shape.rank - 1
+    return split_axis(tf.matmul(merge_axes(rows, axes), matrix, adjoint_b=adjoint), rows, axes)
 
 
 def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
@@ -79,11 +87,3 @@ def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
         return left, right
     lengths = tf.broadcast_dynamic_shape(tf.shape(left)[:-2], tf.shape(right)[:-2])
     return tuple(tf.broadcast_to(each, tf.concat([lengths, tf.shape(each)[-2:]], 0)) for each in (left, right))
-
-
-def _of_rank_3(matrices: Any) -> Any:
-    """Merge the batch axes: `[..., n, m]` -> `[batch, n, m]`."""
-    if matrices.shape.rank == 3:
-        return matrices
-    shape = tf.shape(matrices)
-    return tf.reshape(matrices, tf.concat([[tf.reduce_prod(shape[:-2])], shape[-2:]], 0))
