@@ -72,8 +72,6 @@ class RowCalls:
     """The calls that run row by row inside a function that is vectorised otherwise."""
 
     def __init__(self) -> None:
-        self.alone: list[RowCall] = []
-        """Calls that need no results of others."""
         self.loops: list[list[RowCall]] = []
         """For each loop over rows, the calls whose results are stacked."""
         self.unstacked: Exception | None = None
@@ -98,8 +96,7 @@ class RowCalls:
             self.unstacked = self.unstacked or reason
             self._results[call] = call.placeholders()
         elif len(call.calls) == 1:
-            self.alone.append(call)
-            self._results |= _in_one_loop([call])
+            self._run_in_loop([call])
         else:
             self._run_with_others(call)
         return self._results[call]
@@ -120,8 +117,11 @@ class RowCalls:
             else:
                 self._results[each] = each.placeholders()
         if last:
-            self.loops.append(last)
-            self._results |= _in_one_loop(last)
+            self._run_in_loop(last)
+
+    def _run_in_loop(self, last: list[RowCall]) -> None:
+        self.loops.append(last)
+        self._results |= _in_one_loop(last)
 
     def _call_in_loop(self, call: RowCall, op: Any, inside: set[Any]) -> RowCall:
         """Return the call of an op in the loop for `call`. Calls for the ops `inside` before it exist."""

@@ -206,23 +206,22 @@ class _Vectorizer:
     def sentences(self) -> list[str]:
         """Say which ops run row by row, and why."""
         kinds = {
-            "these ops alone run row by row": self.calls.alone,
-            "these ops run row by row, and those that take their results": [
-                call for last in self.calls.loops for call in last
-            ],
+            "these ops alone run row by row": lambda call: len(call.calls) == 1,
+            "these ops run row by row, and those that take their results": lambda call: len(call.calls) > 1,
         }
+        last = [call for loop in self.calls.loops for call in loop]
         return [
             f"{words}: {'; '.join(dict.fromkeys(str(call.reason) for call in calls))}"
-            for words, calls in kinds.items()
-            if calls
+            for words, is_of_kind in kinds.items()
+            if (calls := [*filter(is_of_kind, last)])
         ]
 
     def check(self, vectorized: Any, row_fn: Any) -> None:
         """Raise `_NotVectorizedError` if results of unknown shape are needed for all rows, or loops over rows save no time."""
         if self.calls.unstacked is None:
-            others = [[call] for call in self.calls.alone[1:]]  # one loop over rows is needed in any case
+            others = self.calls.loops[1:]  # one loop over rows is needed in any case
             if others and is_short(row_fn) and not saves_time(others, row_fn):
-                raise self.calls.alone[0].reason
+                raise self.calls.loops[0][0].reason
             return
         if needs_placeholders(vectorized) or not saves_time(self.calls.loops, row_fn):
             raise self.calls.unstacked
