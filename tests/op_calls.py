@@ -372,7 +372,7 @@ ANY, POSITIVE, UNIT, ABOVE_ONE, PROBABILITY, INDEX = (
 
 
 whole = lambda random, shape, dtype: random.integers(1, 4, shape).astype(dtype)
-numerals = lambda random, shape, dtype: random.integers(1000, 9999, shape).astype(str).astype(object)
+numerals = lambda random, shape, dtype: np.asarray(random.integers(1000, 9999, shape)).astype(str).astype(object)
 ordered = lambda random, shape, dtype: np.sort(ANY(random, shape, dtype), -1)
 
 
@@ -753,6 +753,16 @@ ops("StringToHashBucket StringToHashBucketFast", "*s", num_buckets=(7, 99))
 ops("StringToHashBucketStrong", "*s", num_buckets=(7, 99), key=[1, 2])
 ops("StringToNumber", "*s", out_type=(tf.float32, tf.int64))
 ops("AsString", "*s", T=("float32", "int32", "bool"))
+ops("StringJoin", ("@*s", "inputs:. inputs:*s"), separator=("", "-"))
+ops("ReduceJoin", "inputs:+s,N", tf.strings.reduce_join, axis=axis, keepdims=EITHER, separator=("", "-"))
+ops("Substr", "input:*s", pos=(0, 1, -1), len=(1, 2), unit=("BYTE", "UTF8_CHAR"), makes={"input": numerals})
+ops("Substr", "input:+s pos:+s len:+s", makes={"input": numerals, "pos": INDEX, "len": INDEX}, T=("int32",))
+ops(
+    "DecodeCSV",
+    "records:*s",
+    lambda records: tf.raw_ops.DecodeCSV(records=records, record_defaults=[[0], [""]]),
+    makes={"records": lambda *drawn: np.asarray(numerals(*drawn) + ",text", object)},
+)
 
 
 @functools.cache

@@ -240,7 +240,7 @@ CONVERTERS: dict[str, Converter] = {
     **_all(
         "AsString Betainc Bitcast Cast CholeskyGrad DecodeBase64 EncodeBase64 HSVToRGB Lu MatrixDeterminant "
         "MatrixLogarithm MatrixSquareRoot PopulationCount PreventGradient Qr RGBToHSV Snapshot StaticRegexFullMatch "
-        "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
+        "StaticRegexReplace StringJoin StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
         "StringToHashBucketStrong StringToNumber StringUpper TridiagonalMatMul TridiagonalSolve",
         by(for_all_rows),
     ),
@@ -288,12 +288,15 @@ CONVERTERS: dict[str, Converter] = {
     "L2Loss": convert_l2_loss,
     **_all("LookupTableFindV2 ResourceGather ResourceGatherNd", convert_lookup),
     "LookupTableSizeV2": convert_shared,
+    "DecodeCSV": by(for_all_rows, shared),
+    "ReduceJoin": by(for_all_rows, axes),
     "Roll": convert_roll,
     "ScatterNd": by(indices_with_row, for_all_rows, shape_with_rows),
     "Select": convert_select,
     "SelfAdjointEigV2": partial(convert_decomposition, vectors="compute_v"),
     "Size": convert_size,
     "Slice": convert_slice,
+    "Substr": by(for_all_rows, shared),
     "TopKV2": by(for_all_rows, shared),
     "Squeeze": convert_squeeze,
     "StridedSlice": convert_strided_slice,

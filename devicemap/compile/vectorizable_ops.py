@@ -174,6 +174,11 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         lambda call: not call.has_same_shapes(0, 1),
         "has inputs that may have different shapes",
     ),
+    "StringJoin": (
+        lambda call: not call.has_same_shapes(*range(len(call.stacked))),
+        "has inputs that may have different shapes",
+    ),
+    "Substr": (lambda call: call.shape(1).rank != 0, "has positions that are not scalars"),
     # For more axes, TensorFlow loops over rows.
     "Diag": (lambda call: call.shape(0).rank != 1, "has more than one axis"),
     "DiagPart": (lambda call: call.shape(0).rank != 2, "has more than two axes"),
