@@ -52,6 +52,7 @@ class Mapper:
         self.warns_of_failures = False
         """Whether calls warn of rows that failed, because the caller has no report."""
 
+    @tf.autograph.experimental.do_not_convert  # tracing converts `fn` itself
     def run(self, data: Any) -> Any:
         """Map over all of the data, in eager code or inside the user's own `tf.function`."""
         if not tf.executing_eagerly():
@@ -102,7 +103,6 @@ class Mapper:
         stats.add("chunks", (time.perf_counter() - began) / count)
         return results
 
-    @tf.autograph.experimental.do_not_convert  # tracing converts `fn` itself
     def _inside_function(self, data: Any) -> Any:
         """Map over data in memory, inside the user's own `tf.function`."""
         if isinstance(data, tf.data.Dataset):

@@ -116,6 +116,13 @@ def test_a_failed_conversion_leaves_no_trace_in_the_log(caplog: pytest.LogCaptur
     finally:
         tf.get_logger().propagate = False
     assert caplog.records == []
+
+
+def test_tf_map_fn_in_eager_code_does_not_convert_a_map(caplog: pytest.LogCaptureFixture) -> None:
+    """Autograph would take long, and log that it cannot convert some functions of the library."""
+    mapper = devicemap.DeviceMap(lambda number: 2 * number, devices=TWO)
+    np.testing.assert_array_equal(tf.map_fn(mapper, X), 2 * X)
+    assert caplog.records == []
     assert tf.get_logger().filters == []
 
 
