@@ -11,7 +11,7 @@ from typing import Any
 from devicemap.devices import Device
 from devicemap.errors import OptionError
 from devicemap.events import short_name
-from devicemap.inspect.render import BLUE, ORANGE, Result, drawing, page, seconds_text, size_text, table
+from devicemap.inspect.render import BLUE, ORANGE, Result, counted, drawing, page, seconds_text, size_text, table
 
 _START_SECONDS = 0.015
 """The most that the start of chunks takes: 4 to 15 ms on 3 to 8 devices, whatever the rows."""
@@ -150,7 +150,7 @@ class BenchmarkResult(Result):
             notes.append(f"{short_name(device.name)}: {size_text(int(fixed))} and {size_text(int(per_row))} per row")
         if self.no_memory or all(device.memory for device in self.devices):
             notes.append(self.no_memory or f"largest batch: {self.largest_batch()} rows, with a margin of 10 %")
-        return page(f"{self.name} on {len(self.devices)} device(s)", table(rows), notes=notes)
+        return page(f"{self.name} on {counted(len(self.devices), 'device')}", table(rows), notes=notes)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw time per row and peak memory against the batch size. The suffix of `path` selects the file format.

@@ -156,12 +156,14 @@ class Report(Result):
     @property
     def summary(self) -> str:
         """The call in one line."""
-        all_of = "" if self.expected_rows in (None, self.rows) else f" of {self.expected_rows}"
+        rows = counted(self.rows, "row")
+        if self.expected_rows not in (None, self.rows):
+            rows = f"{self.rows} of {self.expected_rows} rows"
         calls = sum(device.calls for device in self.devices)
         engine = "in one graph" if self.engine == "one graph" else f"in {counted(calls, 'chunk')}"
         traced = "" if self.traces is None else f", {counted(self.traces, 'trace')}"
         return (
-            f"{self.rows}{all_of} rows in {self.wall_seconds:.3g} s ({self.rows_per_second:.3g} rows/s) {engine} on "
+            f"{rows} in {self.wall_seconds:.3g} s ({self.rows_per_second:.3g} rows/s) {engine} on "
             f"{counted(len(self.devices), 'device')}{traced}"
         )
 

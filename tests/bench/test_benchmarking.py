@@ -47,7 +47,7 @@ def test_each_mode_and_batch_size_is_measured_printed_saved_and_plotted(tmp_path
     assert (result.largest_batch(), result.lines) == (None, ())
     assert result.no_memory == "TensorFlow does not count the memory of CPU:3, CPU:0, CPU:5"
     text = str(result)
-    assert text.startswith("_row on 3 device(s)\n\nmode ")
+    assert text.startswith("_row on 3 devices\n\nmode ")
     assert re.search(r"\nall devices +23 ", text)
     assert result.no_memory in text
     assert "peak memory" not in text  # empty columns are left out

@@ -390,7 +390,7 @@ def test_explain_and_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(pathlib.Path("plan.json").read_text())["rows"] == 20
     few = ["--devices", "CPU:0,CPU:1", "--rows", "8", "--seconds", "0.5", "--batch-size", "4"]
     assert main(["bench", "functions:double", "x.npy", *few, "--json", "b.json", "--plot", "b.png"]) == 0
-    assert "double on 2 device(s)" in capsys.readouterr().out
+    assert "double on 2 devices" in capsys.readouterr().out
     assert [m["rows"] for m in json.loads(pathlib.Path("b.json").read_text())["measurements"]] == [4, 8, 8, 8]
     assert pathlib.Path("b.png").read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "nothing:is_called", "x.npy", "--plot", "b.npy"]) == 2
