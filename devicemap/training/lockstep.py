@@ -17,6 +17,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import moments_by
 from devicemap.errors import failure
+from devicemap.training.stateless import current_scope
 
 
 class Lockstep:
@@ -105,6 +106,8 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractCon
     graph = tf.compat.v1.get_default_graph()
 
     def moments(mean: Any, variance: Any, count: Any, masked: bool) -> Any:
+        if current_scope() is None:  # in a direct call in another thread
+            return mean, variance
         if tf.compat.v1.get_default_graph() is not graph:
             raise failure(
                 "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "

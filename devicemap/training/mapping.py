@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from devicemap.training.stateless import Given
 def mapping(
     forward: ForwardPass, rows: int | None, microbatches: int, losses: bool, row_losses: RowLosses | None = None
 ) -> Iterator[None]:
-    """Map the outermost calls of the model and of its layers in this context.
+    """Map the outermost calls of the model and of its layers by this thread in this context.
 
     Args:
         rows: the number of rows of the batch, `None` if it is unknown.
@@ -30,9 +31,12 @@ def mapping(
         losses: whether losses that layers add are collected.
         row_losses: losses of the call of the model. The step must call the model once.
     """
+    thread = threading.get_ident()
 
     def mapped(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
+        if threading.get_ident() != thread:
+            return call(*args, **kwargs)
         given = Given.of(args, kwargs, losses)
         if not given.has_rows(rows) or not layer.built or is_stateless():
             return call(*args, **kwargs)

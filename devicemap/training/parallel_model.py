@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -34,6 +35,9 @@ _ADVICE = (
     "A smaller batch_size needs less memory on each device. accumulate= and recompute= of devicemap.parallelize need less for "
     "the same step, devicemap.spread_variables() distributes the optimizer's slots, and a devicemap.Pipeline the layers"
 )
+
+_replacing = threading.RLock()
+"""Held while methods of layers and optimizers are replaced. Threads may train models that share layers."""
 
 
 class ParallelModel:
@@ -70,7 +74,7 @@ class ParallelModel:
             )
         else:
             run = partial(_infer, self._model)
-        with beside_variables(self._model):  # a run would change counters of layers
+        with _replacing, beside_variables(self._model):  # a run would change counters of layers
             tf.function(run, autograph=False).get_concrete_function(batch)
 
     def _plain(self, name: str) -> Callable[[Any], Any]:
@@ -217,7 +221,8 @@ class ParallelModel:
         """Build what a step of Keras would build, so that it is traced once, and knows its losses."""
         if step == "predict_step" or self._own_methods(step):
             return
-        build_compiled(self._model, batch)
+        with _replacing:
+            build_compiled(self._model, batch)
 
     def _own_methods(self, step: str) -> tuple[str, ...]:
         """Return the methods of a step that a model overrides. They may use outputs in any way."""
@@ -238,12 +243,13 @@ class ParallelModel:
         known = name in self._eager_steps
         if tf.executing_eagerly():
             step = self._eager_steps.setdefault(name, step)
-        forward = self._make_forward()
         microbatches = self._accumulate if name == "train_step" else 1
-        row_losses = None if name == "predict_step" else self._row_losses(name, data)
-        mapped = mapping(forward, count_of(data), microbatches, name != "predict_step", row_losses)
-        with mapped, beside_variables(self._model):
-            results = step(data)
+        with _replacing:
+            forward = self._make_forward()
+            row_losses = None if name == "predict_step" else self._row_losses(name, data)
+            mapped = mapping(forward, count_of(data), microbatches, name != "predict_step", row_losses)
+            with mapped, beside_variables(self._model):
+                results = step(data)
         if not forward.calls and not known and len(self._devices) > 1 and count_of(data) != 0:
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "

@@ -120,7 +120,7 @@ def recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     given, scope, found = Given.of(args, kwargs), current_scope(), []
-    if not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):
+    if scope is None or not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):  # `None`: in another thread
         return call(*args, **kwargs)
     variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
     count, states = len(given.rows), [variable for variable in variables if not is_seed(variable)]

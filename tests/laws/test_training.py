@@ -6,8 +6,10 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +360,38 @@ def test_models_that_share_layers(devices: list[str]) -> None:
 
     got = losses(lambda model: devicemap.parallelize(model, devices))
     assert_close(got, losses(lambda model: model))
+
+
+@pytest.mark.parametrize("use", ["call", "predict_on_batch"])
+def test_threads_that_use_a_layer_while_a_step_is_traced(use: str, devices: list[str]) -> None:
+    """The other thread enters the layer during the step, and leaves it later."""
+    begun, traced, step_thread = threading.Event(), threading.Event(), threading.get_ident()
+
+    class Waits(layers.Dense):
+        def call(self, x: Any) -> Any:
+            if threading.get_ident() != step_thread:
+                begun.set()
+                traced.wait(60)
+            return super().call(x)
+
+    shared = Waits(2)
+    model, other = (sequential(shared) for _ in range(2))
+    other.compile(jit_compile=False)
+    call = other if use == "call" else devicemap.parallelize(other, devices).predict_on_batch
+
+    def loss(y: Any, outputs: Any) -> Any:
+        if "call" in vars(shared) and not running:  # while the step is traced
+            running.append(pool.submit(call, X))
+            begun.wait(1)  # it does not begin if its own step waits for this one
+        return tf.reduce_mean((y - outputs) ** 2)
+
+    running: list[Any] = []
+    model.compile("sgd", loss, jit_compile=False)
+    with ThreadPoolExecutor(1) as pool:
+        devicemap.parallelize(model, devices).train_on_batch(X, Y)
+        traced.set()
+        running[0].result()
+    assert all("call" not in vars(layer) for layer in (model, other, shared))
 
 
 def graphs() -> int:
