@@ -19,7 +19,7 @@ from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.options import check_choice, check_count
 from devicemap.training.forward import ForwardPass
-from devicemap.training.parallel_model import MAKERS, ParallelModel, has_own
+from devicemap.training.parallel_model import MAKERS, METHODS, ParallelModel, has_own
 from devicemap.training.recomputation import without_state
 
 
@@ -60,9 +60,10 @@ def parallelize(
         The same model, with additional methods. `detach()` gives it back to one device.
 
     Raises:
-        OptionError: for an object that is not such a model, and for a model that overrides `make_train_function`, was created
-            in a strategy's scope or is already parallelized. Also for devices or layers that do not exist, and for several
-            microbatches with a custom `train_step` or synchronized batch normalization. Layers are checked when they are built.
+        OptionError: for an object that is not such a model, and for a model that overrides `make_train_function`, has one of
+            the additional methods, was created in a strategy's scope or is already parallelized. Also for devices or layers
+            that do not exist, and for several microbatches with a custom `train_step` or synchronized batch normalization.
+            Layers are checked when they are built.
 
     Warns:
         RuntimeWarning: a step calls neither the model nor one of its layers, so it runs on one device.
@@ -109,11 +110,12 @@ def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: in
     check_choice("added_losses", added_losses, "sum", "mean", None)
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
-    for maker in MAKERS:
-        if maker in vars(model) or getattr(type(model), maker) is not getattr(keras.Model, maker):
+    for name in (*MAKERS, *METHODS):
+        if name in vars(model) or has_own(model, name):
+            step = name.removeprefix("make_").replace("function", "step")
             raise OptionError(
-                f"{model.name} has a {maker} of its own, which parallelize would replace; override "
-                f"{maker.removeprefix('make_').replace('function', 'step')} instead"
+                f"{model.name} has a {name} of its own, which parallelize would replace; "
+                + (f"override {step} instead" if name in MAKERS else "rename it")
             )
     if accumulate > 1 and ("train_step" in vars(model) or has_own(model, "train_step")):
         raise OptionError(

@@ -30,7 +30,7 @@ from devicemap.training.variables import beside_variables
 STEPS = "train_step", "test_step", "predict_step"
 MAKERS = "make_train_function", "make_test_function", "make_predict_function"
 _MEASURES = "__call__", "compute_loss", "compute_metrics"
-_METHODS = "detach", "explain", "report", "verify"
+METHODS = "detach", "explain", "report", "verify"
 _ADVICE = (
     "A smaller batch_size needs less memory on each device. accumulate= and recompute= of devicemap.parallelize need less for "
     "the same step, devicemap.spread_variables() distributes the optimizer's slots, and a devicemap.Pipeline the layers"
@@ -89,12 +89,12 @@ class ParallelModel:
         own = vars(self._model)
         own |= {name: partial(self._step, name) for name in STEPS}
         own |= {name: partial(self._make, name) for name in MAKERS}
-        own |= {name: getattr(self, name) for name in _METHODS}
+        own |= {name: getattr(self, name) for name in METHODS}
         forget_functions(self._model)
 
     def detach(self) -> Any:
         """Give the model back to one device and return it."""
-        for name in (*STEPS, *MAKERS, *_METHODS):
+        for name in (*STEPS, *MAKERS, *METHODS):
             vars(self._model).pop(name, None)
         vars(self._model).update(self._own_steps)
         forget_functions(self._model)
@@ -275,5 +275,5 @@ def _without_optionals(batch: Any) -> Any:
 
 
 def has_own(model: Any, name: str) -> bool:
-    """Whether a model overrides a method of `keras.Model`."""
-    return getattr(type(model), name) is not getattr(keras.Model, name)
+    """Whether a model overrides a method of `keras.Model`, or adds one of this name."""
+    return getattr(type(model), name, None) is not getattr(keras.Model, name, None)

@@ -21,7 +21,7 @@ import pytest
 import tensorflow as tf
 from graphs import between_devices, partitions, placements
 from keras import layers
-from trainings import CASES, STEPS, AddsLosses, Case, X, Y, mlp, normalized, sequential
+from trainings import CASES, STEPS, AddsLosses, Case, Subclassed, X, Y, mlp, normalized, sequential
 
 import devicemap
 from devicemap.errors import FunctionError, OptionError
@@ -538,6 +538,11 @@ def instructed() -> keras.Model:
     return model
 
 
+class Reporting(Subclassed):
+    def report(self) -> str:
+        return self.name
+
+
 def quantized() -> keras.Model:
     model = mlp()
     model.layers[0].quantize("float8")
@@ -554,6 +559,7 @@ def mirrored() -> keras.Model:
     [
         (lambda: layers.Dense(2), {}, "Dense"),
         (instructed, {}, "make_test_function"),
+        (Reporting, {}, "has a report of its own"),
         (mirrored, {}, "scope of a tf.distribute strategy"),
         (quantized, {}, "overwritten with its gradient, as in float8"),
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
