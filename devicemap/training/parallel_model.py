@@ -162,8 +162,13 @@ class ParallelModel:
         if name == "make_train_function":
             self._sizes.clear()
         made = name.removeprefix("make_")
+        step = made.replace("function", "step")
+        if getattr(vars(self._model).get(step), "func", None) != self._step:
+            raise OptionError(
+                f"{self._model.name} got another {step} after it was parallelized; set it before, or call model.detach(), set "
+                "it, and parallelize the model again"
+            )
         if force or getattr(self._model, made) is None:
-            step = made.replace("function", "step")
             self._eager_steps.pop(step, None)
             setattr(self._model, made, partial(self._run, step, {}))
         return getattr(self._model, made)

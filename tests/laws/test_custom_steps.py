@@ -130,6 +130,9 @@ def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
     wanted = model.fit(**STEPS | data).history
     assert_close(devicemap.parallelize(model, devices).fit(**STEPS | data).history, wanted)
     assert model.detach().train_step is own
+    devicemap.parallelize(model, devices).train_step = own
+    with pytest.raises(OptionError, match="got another train_step after it was parallelized; set it before"):
+        model.fit(**STEPS | data)
 
 
 @pytest.mark.parametrize("name", ["two forward passes", "adversarial"])
