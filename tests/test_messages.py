@@ -201,6 +201,7 @@ BAD_DATA: dict[str, Any] = {
     "a structured array": np.array([(1, 2.0)], [("a", int), ("b", float)]),
     "vectors of different sizes": [np.zeros(3), np.zeros(5)],
     "matrices of different sizes": [tf.zeros([3, 2]), np.zeros([4, 2])],
+    "a list of arguments": [np.zeros([4, 2]), np.zeros([4])],
     "a matrix and a vector": [np.zeros([3, 2]), np.zeros([4])],
     "images of different sizes": SIZES,
     "an array of images of different sizes": np.array(SIZES, object),

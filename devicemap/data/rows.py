@@ -254,6 +254,10 @@ def _hint_for_arrays(entries: Sequence[Any]) -> str:
     if len(shapes) == 1:
         return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
     listed = f"; its entries have {len(shapes)} shapes, such as {[*shapes[0]]} and {[*shapes[-1]]}"
+    if len({shape[:1] for shape in shapes}) == 1:
+        return (
+            f"{listed}: pass several arguments as a tuple, not as a list, or give the entries of one argument one shape"
+        )
     ranks = {len(shape) for shape in shapes}
     if ranks == {1}:
         return f"{listed}: tf.ragged.stack makes rows of different lengths"
