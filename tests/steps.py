@@ -184,7 +184,8 @@ class Decorated(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = layers.Dense(8, "tanh", activity_regularizer="l2")
-        self.norm, self.out, self.scale = layers.BatchNormalization(momentum=0.8), layers.Dense(2), Scaled()
+        self.norm = layers.BatchNormalization(momentum=0.8, activity_regularizer="l2")
+        self.out, self.scale = layers.Dense(2), Scaled()
 
     @tf.function
     def train_step(self, data: Any) -> Any:

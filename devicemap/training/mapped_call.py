@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import are_followed, differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, stored_in
 from devicemap.compile.graph_builder import copied, depends_on, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
@@ -196,9 +196,8 @@ class MappedCall:
         else:  # perhaps in another thread, in which Keras does not know the surrounding call
             if self._in_training is not None:  # `call` may have no argument `training`, but sublayers may
                 kwargs = {"training": self._in_training} | kwargs
-            with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
-                call = self._with_losses(partial(layer, *args, **kwargs), rows)
-                tensors, others, what = pure(call, CallScope(held, given.losses), self._states, rows)
+            call = self._with_losses(partial(layer, *args, **kwargs), rows)
+            tensors, others, what = pure(call, CallScope(held, given.losses), self._states, rows)
         losses = len(what.losses)
         if any(of_rows for _, of_rows, _ in what.losses) and self._forward.added_losses is None:
             raise failure(

@@ -46,7 +46,8 @@ def mapping(
         forward.calls += 1
         with forward.plain():
             mapped_call = MappedCall(forward, layer, given, parts, row_losses if of_model else None)
-            results = mapped_call.run()
+            with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
+                results = mapped_call.run()
         return mapped_call.collected(results)
 
     with ExitStack() as replaced:
