@@ -30,6 +30,8 @@ IMAGES = np.zeros([2, 8, 8, 3], np.float32)
 CNN = tf.keras.Sequential([tf.keras.Input([8, 8, 3]), tf.keras.layers.Conv2D(1, 3)])
 ONE_NUMBER = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
 MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+PAIR = [tf.keras.Input([2]), tf.keras.Input([2])]
+TWO_INPUTS = tf.keras.Model(PAIR, tf.keras.layers.Add()(PAIR))
 GREY_CNN = tf.keras.Sequential([tf.keras.Input([8, 8, 1]), tf.keras.layers.Conv2D(1, 3)])
 LSTM = tf.keras.Sequential([tf.keras.Input([None, 1]), tf.keras.layers.LSTM(2)])
 WEIGHTS = tf.ones([5, 2])
@@ -271,6 +273,7 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: a model of grey images": (lambda image: GREY_CNN(image), IMAGES[..., :1], {}),
     "tracing: a model to which Keras adds an axis": (LSTM, IMAGES[:, 0, :, :1], {}),
     "nothing: a model of the numbers of a row": (ONE_NUMBER, X, {}),
+    "tracing: a model of two inputs": (TWO_INPUTS, [X, X], BATCHED),
     "tracing: samples as batches": (MODEL, _dataset(X), BATCHED),
     "tracing: pooling without batched": (lambda image: tf.nn.max_pool2d(image, 2, 2, "VALID"), IMAGES, {}),
     "tracing: predict": (MODEL.predict, X, {}),

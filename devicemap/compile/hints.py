@@ -71,6 +71,8 @@ _ADVICE = {
     "returns no tensor",
     r"return value of type Operation": "fn returns an op without a value, such as tf.print(x): call it on a line of its "
     "own, and return a tensor",
+    r"expects \d+ (named )?input\(s\).*but it received 1 input": "Pass several inputs as a tuple, because a list is one "
+    "tensor. Map lambda x, y: model([x, y]) over the tuple, because it is several arguments",
     r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
     r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum, enumerate and range need numbers: "
     f"use tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",
@@ -129,7 +131,7 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
         yield "One row has no axis for the batch: if fn takes batches, set batched=True"
     elif from_keras:
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
-    if is_layer and type(specs) is tuple:
+    if is_layer and type(specs) is tuple and not advice:
         yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
     yield from advice
     if isinstance(specs, Mapping) and _OF_A_DICT.search(str(error)):

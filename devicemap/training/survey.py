@@ -86,8 +86,8 @@ class Survey:
             outputs.get_concrete_function(*tensors)
             raise failure(
                 f"{layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees some of "
-                "the rows; use keras.ops.shape(x)[0] instead of a fixed number, or compute values of several rows in "
-                f"compute_loss, or in a train_step of the model{self._advice}"
+                "the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
+                f"output, or compute values of several rows in compute_loss, or in a train_step of the model{self._advice}"
             ) from error
         _check(concrete, layer.name, meets=self.meets, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
