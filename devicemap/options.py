@@ -152,7 +152,7 @@ def _is_int(value: Any, least: int) -> bool:
 def _is_signature(nest: Any) -> bool:
     try:
         for leaf in tf.nest.flatten(nest):
-            if leaf is not None and not isinstance(leaf, tf.TypeSpec):
+            if nest is not None and not isinstance(leaf, tf.TypeSpec):
                 tf.as_dtype(leaf)
     except TypeError:
         return False

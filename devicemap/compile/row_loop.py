@@ -91,15 +91,14 @@ def signature_of(row_fn: Any, specs: list[Any], options: Options, structure: Any
             f"{tf.nest.pack_sequence_as(structure, returned)}: the nests must be the same",
             error,
         ) from error
-    flat = list(tf.nest.flatten(given))
+    flat = [spec if isinstance(spec, tf.TypeSpec) else tf.as_dtype(spec) for spec in tf.nest.flatten(given)]
     for spec, leaf in zip(flat, outputs):
-        if isinstance(leaf, tf.Tensor) and not isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
-            dtype = tf.as_dtype(getattr(spec, "dtype", spec))
-            if dtype != leaf.dtype:
-                raise failure(
-                    f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
-                )
-        elif not (isinstance(spec, tf.TypeSpec) and spec.is_compatible_with(tf.type_spec_from_value(leaf))):
+        wanted = tf.TensorSpec(None, spec) if isinstance(spec, tf.DType) else spec
+        if isinstance(leaf, tf.Tensor) and isinstance(wanted, tf.TensorSpec) and wanted.dtype != leaf.dtype:
+            raise failure(
+                f"fn_output_signature has {wanted.dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
+            )
+        if not wanted.is_compatible_with(tf.type_spec_from_value(leaf)):
             wrong = f"fn_output_signature has {spec} where fn returns {tf.type_spec_from_value(leaf)}"
             raise function_error(f"{wrong}; they must be compatible", ValueError(wrong))
     return flat

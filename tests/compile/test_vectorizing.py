@@ -236,6 +236,8 @@ def test_the_choice_can_be_made_by_hand() -> None:
         (concrete, {"vectorize": True}, True),
         (lambda row: row[0] + tf.random.normal([]), {}, True),
         (tf.sin, {"fn_output_signature": tf.float32}, True),
+        (tf.sin, {"fn_output_signature": "float32"}, True),
+        (tf.sin, {"fn_output_signature": np.float32}, True),
         (tf.sin, {"fn_output_signature": tf.TensorSpec([3])}, True),
         (tf.sin, {"fn_output_signature": tf.TensorSpec(None)}, True),
     ):
