@@ -192,9 +192,11 @@ def _convert(value: Any, path: str) -> Any:
             f"{path} is a {type(value).__name__}, which can be read only once and has no length; pass "
             "list(...) of it, or tf.data.Dataset.from_generator(...) to read it while mapping"
         )
-    if np.ma.is_masked(value):
+    entries = value if isinstance(value, list) else [value]
+    if any(isinstance(entry, np.ma.MaskedArray) and np.ma.is_masked(entry) for entry in entries):
+        holding = f"{path} {'holds' if entries is value else 'is'}"
         raise DataError(
-            f"{path} is a masked array, whose mask TensorFlow would drop; pass array.filled(...), or its mask beside it: "
+            f"{holding} a masked array, whose mask TensorFlow would drop; pass array.filled(...), or its mask beside it: "
             "{'values': array.data, 'mask': array.mask}"
         )
     if isinstance(value, tf.data.Dataset):
