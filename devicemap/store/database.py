@@ -258,6 +258,10 @@ def open_for_writing(directory: Path) -> Iterator[Writer]:
     Queued chunks are committed at the end, also after an error. Raises `JournalError` if the directory is damaged or holds
     other files, and if another writer in any process has the lock.
     """
+    if len(directory.parts) > 1 and directory.parts[0].endswith(":"):  # Path shortens "gs://" to "gs:/"
+        raise JournalError(
+            f"{directory} is a URL; write the results to a local directory, and copy it when the run ends"
+        )
     advice = "It must be a directory that can be written to and locked"
     with ExitStack() as stack:
         with _database_errors(f"opening {directory} to write results", advice):

@@ -283,6 +283,7 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
     message = "holds a, b, c, and no results of devicemap. Write to a new or empty directory"
     paths = {tmp_path: message, tmp_path / "a": "FileExistsError.*must be", tmp_path / "a" / "b": "NotADirectoryError"}
+    paths[Path("gs://bucket/out")] = "gs:/bucket/out is a URL; write the results to a local directory"
     for directory, expected in paths.items():
         with untouched(tmp_path), pytest.raises(JournalError, match=expected):
             Counted(_triple).write(directory)
