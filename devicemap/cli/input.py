@@ -59,7 +59,8 @@ def load_object(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
-        advice = f"; use {name.replace('.py:', ':').replace('/', '.')}" if ".py:" in name else ""
+        module = os.path.relpath(name).replace(".py:", ":").replace("/", ".")
+        advice = f"; use {module}" if ".py:" in name else ""
         raise OptionError(f"{name}: {type(error).__name__}: {error}{advice}") from error
 
 

@@ -339,6 +339,7 @@ MISTAKES = [
     (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
     (["functions", "x.npy"], 2, "fn is of type module, not callable"),
     (["functions.py:double", "x.npy"], 2, "is not a package; use functions:double"),
+    (["./functions.py:double", "x.npy"], 2, "; use functions:double"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
     (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
