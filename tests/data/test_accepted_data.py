@@ -41,6 +41,28 @@ def test_accepted_data() -> None:
         np.testing.assert_array_equal(devicemap.parallel_map(lambda row: row, data, **SEVERAL), wanted)
 
 
+LISTS: list[list[Any]] = [
+    [1, 2**31],
+    [1, 2.5],
+    [1j, 2],
+    [True, False],
+    ["a", b"b"],
+    [[[1], [2]], [[3], [4]]],
+    [[], []],
+    [[1.0], [np.float64(2)]],
+    [np.float64(1), 2],
+    [tf.constant([1, 2]), [3, 4]],
+    [(1, 2), (3, 4)],
+]
+
+
+def test_lists_become_the_tensors_of_tensorflow() -> None:
+    for data in LISTS:
+        found, wanted = devicemap.parallel_map(tf.identity, data, **SEVERAL), tf.convert_to_tensor(data)
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_images_of_different_sizes_as_a_dataset() -> None:
     """Do what the message about a list of them says."""
     images = [np.zeros([3, 4, 3], np.uint8), np.ones([5, 4, 3], np.uint8)]
