@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -165,7 +166,8 @@ class DatasetSource:
         return self._rows_read - self._next + math.ceil(self._batches_left * self._usual_rows)
 
     def close(self) -> None:
-        self._batches.close()
+        with suppress(ValueError):  # if a thread still reads, the iterator ends with the thread
+            self._batches.close()
         self._batch = None
 
     def rows_of_first_batch(self) -> int | None:

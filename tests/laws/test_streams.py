@@ -102,6 +102,31 @@ def test_leaving_a_dataset_does_not_wait_for_its_end() -> None:
     assert ended.wait(60)
 
 
+def test_a_call_that_ends_while_a_dataset_is_read() -> None:
+    """The reading cannot be stopped. It replaces neither the error of the call nor its report."""
+    go_on = threading.Event()
+
+    def read() -> Iterator[int]:
+        yield from range(4)
+        assert go_on.wait(60)
+        yield 4
+
+    def fail(n: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_none_equal(n, 3)]):
+            return tf.identity(n)
+
+    numbers = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([], tf.int32))
+    mapper = devicemap.DeviceMap(fail, devices=["CPU:0"], batch_size=2)
+    with pytest.raises(FunctionError, match="failed on row 3"):
+        mapper(numbers)
+    assert "failed on row 3" in mapper.report.error
+    stream = mapper.stream(numbers)
+    assert next(stream).numpy().tolist() == [0, 1]
+    stream.close()
+    go_on.set()
+    threads.wait_until_ended()
+
+
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batched": True}, {"batched": True, "batch_size": "auto"}])
 def test_a_dataset_that_raises_half_way(options: dict[str, Any]) -> None:
     batched = "batched" in options
