@@ -220,18 +220,21 @@ def _power_of_two(rows: int) -> int:
 def rows_are_free(devices: Collection[Throughput]) -> bool:
     """Return whether almost all chunks took about as long as the quickest in the last call, whatever their rows.
 
+    Devices that computed no chunk do not count.
+
     >>> sizes = (4, 16, 64)
     >>> free, even = Throughput(), Throughput()
     >>> for rows in sizes:
     ...     free, even = free.finishing(rows, 0.1, 0.1), even.finishing(rows, 0.1 * rows, 0.1 * rows)
-    >>> rows_are_free([free, free]), rows_are_free([free, even])
-    (True, False)
+    >>> rows_are_free([free, free]), rows_are_free([free, even]), rows_are_free([free, Throughput()])
+    (True, False, True)
     """
+    used = [device for device in devices if device.finished_rows]
     free = (
         device.largest > 3 and device.chunk_seconds <= _FREE * device.quickest_seconds * device.finished_rows
-        for device in devices
+        for device in used
     )
-    return len(devices) > 0 and all(free)
+    return len(used) > 0 and all(free)
 
 
 def chunks_in_flight(kind: str) -> int:
