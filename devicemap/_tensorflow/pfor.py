@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, usable
-from devicemap._tensorflow.functions import functions_by_name
+from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, functions_by_name
 
 pfor = Private(
     "tensorflow.python.ops.parallel_for.pfor",
@@ -75,14 +75,30 @@ def checks_ops() -> bool:
     return usable(pfor) and _asks_ops()
 
 
-def take_all_rows(taken: Any) -> None:
-    """Replace the op that takes row `i` of a tensor by the tensor, without a copy.
+def of_all_rows(concrete: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Return the results of a function of one row for all rows of the leaves, in the graph that is being traced.
 
-    If the number of rows is unknown, TensorFlow would gather the rows, with a sparse gradient
-    (test_rows_are_taken_without_a_copy).
+    The ops of the function are converted without the call of `tf.vectorized_map`, which would gather each row
+    (test_rows_are_taken_without_a_copy), and leave a call for one row in the graph.
     """
-    if checks_ops():
-        taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
+    if not checks_ops():
+        rows = tf.function(
+            lambda *rows: tf.vectorized_map(lambda row: concrete(*row), rows, fallback_to_while_loop=False),
+            autograph=False,
+            experimental_attributes=NO_AUTO_CONTROL_DEPS,  # they would run the call for one row, which pfor leaves in the graph
+        )
+        return list(rows(*leaves))
+    graph = tf.compat.v1.get_default_graph()
+    captures = map(graph.capture, concrete.captured_inputs)
+    inputs = [*(pfor.wrap(leaf, True) for leaf in leaves), *(pfor.wrap(capture, False) for capture in captures)]
+    converter = pfor.PFor(
+        loop_var=tf.compat.v1.placeholder_with_default(0, []),  # the function has no number of the row
+        loop_len=tf.shape(leaves[0])[0],
+        pfor_ops=concrete.graph.get_operations(),
+        fallback_to_while_loop=False,
+    )
+    results = _converted(converter, concrete.graph, inputs, len(concrete.structured_outputs))
+    return [as_stacked(result, converter.loop_len_vector) for result in results]
 
 
 @contextlib.contextmanager
@@ -159,9 +175,14 @@ def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = Non
         all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
         pfor_config=outer.pfor_config,
     )
+    return _converted(converter, graph, inputs, len(given.op.outputs))
+
+
+def _converted(converter: Any, graph: Any, inputs: Iterable[Any], count: int) -> list[Any]:
+    """Return the first wrapped results of a graph."""
     for placeholder, taken in zip(graph.inputs, inputs):
         converter._add_conversion(placeholder, taken)
-    return [converter._convert_helper(output) for output in graph.outputs[: len(given.op.outputs)]]
+    return [converter._convert_helper(output) for output in graph.outputs[:count]]
 
 
 def graph_of(given: Any, function: Any) -> Any:

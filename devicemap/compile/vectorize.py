@@ -16,20 +16,14 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import (
-    NO_AUTO_CONTROL_DEPS,
-    calling,
-    graphs_within,
-    own_graphs,
-    shows_functions,
-)
+from devicemap._tensorflow.functions import graphs_within, own_graphs, shows_functions
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
     checks_ops,
     convert_by,
-    take_all_rows,
+    of_all_rows,
     with_own_inputs,
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
@@ -126,28 +120,15 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     """
     convert = _Vectorizer(force, own_graphs(row_fn.graph))
 
-    def run(rows: Sequence[Any]) -> Any:
-        for row in rows:
-            take_all_rows(row.op)
-        return row_fn(*rows)
-
-    # pfor leaves the call for one row in the graph, and automatic control dependencies would run it
-    # (test_nothing_runs_for_one_row_beside_all_rows). The function around it has them, because the placer would otherwise move
-    # the results of a loop to the device of its variables.
-    @tf.function(autograph=False, experimental_attributes=NO_AUTO_CONTROL_DEPS)
+    @tf.function(autograph=False)
     def vectorized(*leaves: Any) -> list[Any]:
-        return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
+        return of_all_rows(row_fn, leaves)
 
-    try:
-        with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
-            concrete = vectorized.get_concrete_function(*specs)
-    except Exception as error:
-        if convert.failure is None:
-            raise
-        raise convert.failure from error
+    with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
+        concrete = vectorized.get_concrete_function(*specs)
     convert.check(concrete, row_fn)
     differentiate_values_alone(concrete.graph)
-    return calling(concrete, specs), convert.sentences()
+    return concrete, convert.sentences()
 
 
 class _NotVectorizedError(NotVectorizableError):
@@ -161,8 +142,6 @@ class _Vectorizer:
         """`own`: the graphs that were traced for the function of one row."""
         self._force, self._own = force, own
         self.calls = RowCalls()
-        self.failure: _NotVectorizedError | None = None
-        """Why an op can run neither way. Autograph replaces the error itself on its way through pfor."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
@@ -176,8 +155,7 @@ class _Vectorizer:
         except Exception as error:  # pfor raises errors of several classes for unsupported ops
             reason = self._reason(op, converter, error)
             if not runs_row_by_row(op):
-                self.failure = self.failure or reason
-                raise
+                raise reason from None
         return self.calls.add(given, reason)
 
     def _converted(self, given: Any, converter: Converter | None) -> Any:
