@@ -33,6 +33,8 @@ pfor = Private(
     ),
 )
 
+_func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph.capture")
+
 Converter = Callable[[Any], Any]
 """`pfor`'s description of an op and its inputs -> its results, each wrapped."""
 
@@ -72,22 +74,21 @@ def _asks_ops() -> bool:
 
 def checks_ops() -> bool:
     """Whether `convert_by` checks each op. Otherwise, `tf.vectorized_map` vectorises without checks."""
-    return usable(pfor) and _asks_ops()
+    return usable(pfor, _func_graph) and _asks_ops()
 
 
 def of_all_rows(concrete: Any, leaves: Sequence[Any]) -> list[Any]:
     """Return the results of a function of one row for all rows of the leaves, in the graph that is being traced.
 
-    The ops of the function are converted without the call of `tf.vectorized_map`, which would gather each row
-    (test_rows_are_taken_without_a_copy), and leave a call for one row in the graph.
+    `tf.vectorized_map` would gather each row (test_rows_are_taken_without_a_copy), and leave a call for one row in the graph.
     """
     if not checks_ops():
-        rows = tf.function(
-            lambda *rows: tf.vectorized_map(lambda row: concrete(*row), rows, fallback_to_while_loop=False),
-            autograph=False,
-            experimental_attributes=NO_AUTO_CONTROL_DEPS,  # they would run the call for one row, which pfor leaves in the graph
-        )
-        return list(rows(*leaves))
+        # Automatic control dependencies would run the call for one row (test_nothing_runs_for_one_row_beside_all_rows).
+        @tf.function(autograph=False, experimental_attributes=NO_AUTO_CONTROL_DEPS)
+        def mapped(*leaves: Any) -> Any:
+            return tf.vectorized_map(lambda row: concrete(*row), leaves, fallback_to_while_loop=False)
+
+        return list(mapped(*leaves))
     graph = tf.compat.v1.get_default_graph()
     captures = map(graph.capture, concrete.captured_inputs)
     inputs = [*(pfor.wrap(leaf, True) for leaf in leaves), *(pfor.wrap(capture, False) for capture in captures)]
