@@ -33,7 +33,7 @@ pfor = Private(
     ),
 )
 
-_func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph.capture")
+_func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph.capture", "FuncGraph.watch_variable")
 
 Converter = Callable[[Any], Any]
 """`pfor`'s description of an op and its inputs -> its results, each wrapped."""
@@ -91,6 +91,8 @@ def of_all_rows(concrete: Any, leaves: Sequence[Any]) -> list[Any]:
         return list(mapped(*leaves))
     graph = tf.compat.v1.get_default_graph()
     captures = map(graph.capture, concrete.captured_inputs)
+    for variable in concrete.graph.variables:
+        graph.watch_variable(variable)
     inputs = [*(pfor.wrap(leaf, True) for leaf in leaves), *(pfor.wrap(capture, False) for capture in captures)]
     converter = pfor.PFor(
         loop_var=tf.compat.v1.placeholder_with_default(0, []),  # the function has no number of the row

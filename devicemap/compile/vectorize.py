@@ -124,8 +124,13 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     def vectorized(*leaves: Any) -> list[Any]:
         return of_all_rows(row_fn, leaves)
 
-    with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
-        concrete = vectorized.get_concrete_function(*specs)
+    try:
+        with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
+            concrete = vectorized.get_concrete_function(*specs)
+    except Exception as error:
+        if convert.failure is None:
+            raise
+        raise convert.failure from error
     convert.check(concrete, row_fn)
     differentiate_values_alone(concrete.graph)
     return concrete, convert.sentences()
@@ -142,6 +147,8 @@ class _Vectorizer:
         """`own`: the graphs that were traced for the function of one row."""
         self._force, self._own = force, own
         self.calls = RowCalls()
+        self.failure: _NotVectorizedError | None = None
+        """Why an op can run neither way. pfor replaces the error itself if it fails to log an op of a SavedModel."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
@@ -155,7 +162,8 @@ class _Vectorizer:
         except Exception as error:  # pfor raises errors of several classes for unsupported ops
             reason = self._reason(op, converter, error)
             if not runs_row_by_row(op):
-                raise reason from None
+                self.failure = self.failure or reason
+                raise
         return self.calls.add(given, reason)
 
     def _converted(self, given: Any, converter: Converter | None) -> Any:
