@@ -151,8 +151,8 @@ def _is_int(value: Any, least: int) -> bool:
 
 def _is_signature(nest: Any) -> bool:
     try:
-        for leaf in tf.nest.flatten(nest):
-            if nest is not None and not isinstance(leaf, tf.TypeSpec):
+        for leaf in () if nest is None else tf.nest.flatten(nest):
+            if not isinstance(leaf, tf.TypeSpec):
                 tf.as_dtype(leaf)
     except TypeError:
         return False

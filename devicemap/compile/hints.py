@@ -72,7 +72,7 @@ _ADVICE = {
     r"return value of type Operation": "fn returns an op without a value, such as tf.print(x): call it on a line of its "
     "own, and return a tensor",
     r"expects \d+ (named )?input\(s\).*but it received 1 input": "Pass several inputs as a tuple, because a list is one "
-    "tensor. Map lambda x, y: model([x, y]) over the tuple, because it is several arguments",
+    "tensor. A map passes a tuple as several arguments: map lambda x, y: model([x, y])",
     r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
     r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum, enumerate and range need numbers: "
     f"use tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",

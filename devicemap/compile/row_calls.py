@@ -120,6 +120,7 @@ class RowCalls:
             self._run_in_loop(last)
 
     def _run_in_loop(self, last: list[RowCall]) -> None:
+        """Run these calls in a loop over rows, and keep their results."""
         self.loops.append(last)
         self._results |= _in_one_loop(last)
 
