@@ -9,22 +9,22 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras_graphs import build_optimizer
 from devicemap.errors import OptionError, warn_user
-from devicemap.pipelines.losses import as_loss
+from devicemap.pipelines.losses import Losses
 
 
 class PipelineModel(keras.Model):
     """A `keras.Model` that calls a pipeline. Its loss is computed by the last stage for each microbatch.
 
-    `compile` takes one loss for all outputs; the default is the loss of the pipeline. XLA is off, because it compiles for one
-    device.
+    The default of `compile` is the loss of the pipeline. A function as the loss takes all outputs. XLA is off, because it
+    compiles for one device.
     """
 
     def __init__(self, pipe: Any):
         layers = pipe._models
         super().__init__(autocast=False, dtype=_scaled_policy(layers))  # for loss scaling by Keras
-        self.pipe, self.stage_layers, self._default = pipe, layers, pipe.loss
-        if hasattr(pipe._stages[-1].function, "output_names"):
-            self.output_names = pipe._stages[-1].function.output_names  # which Keras puts before the names of metrics
+        self.pipe, self.stage_layers, self._default = pipe, layers, pipe._losses
+        if pipe._output_names:
+            self.output_names = pipe._output_names  # which Keras puts before the names of metrics
         self.built, self.supports_jit = pipe._is_traced, False  # also for predict without compile
 
     def compile(
@@ -33,17 +33,17 @@ class PipelineModel(keras.Model):
         """Configure training as in Keras, with the loss of the pipeline by default.
 
         Raises:
-            OptionError: for several losses, `loss_weights`, or `jit_compile`.
+            OptionError: for losses that stages cannot compute for each row, losses of several reductions, or `jit_compile`.
         """
         if options.get("jit_compile") is True:
             raise OptionError("jit_compile=True: XLA compiles for one device; omit it")
-        if isinstance(loss, list | tuple | dict) or loss_weights is not None:
-            raise OptionError(
-                f"loss={loss!r}, loss_weights={loss_weights!r}; expected one loss. It may be a function of all targets and "
-                "outputs that returns a loss for each row, such as lambda y, out: mse(y['a'], out['a']) + mse(y['b'], out['b'])"
-            )
-        self.pipe = self.pipe._copy_with(self._default if loss is None else as_loss(loss))
-        super().compile(optimizer, self.pipe.loss, None, *arguments, **options)
+        losses = self._default
+        if loss is not None:
+            losses = Losses.of(loss, loss_weights, self.pipe._output_names)
+        elif loss_weights is not None:
+            raise OptionError(f"loss_weights={loss_weights!r} without a loss; pass loss=, too")
+        self.pipe = self.pipe._copy_with(losses)
+        super().compile(optimizer, self.pipe.loss, losses and losses.factors, *arguments, **options)
 
     def __call__(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
         self._find_layers(inputs)
@@ -102,15 +102,18 @@ class PipelineModel(keras.Model):
             self.optimizer.apply_gradients(zip(gradients, variables))
         else:
             warn_user("no stage has trainable variables, so that fit changes nothing", UserWarning)
+        if tf.nest.is_nested(outputs) and not self.pipe._losses.takes_all_outputs:
+            super().compute_loss(x, y, outputs, weight)  # updates the metrics of the losses of single outputs
         return self.compute_metrics(x, y, outputs, sample_weight=weight)
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
     ) -> Any:
-        """Return the loss of all outputs, as in `train_step`. Keras would compute one for each output."""
-        if self.pipe.loss is None or y is None:
+        """Return the loss, as in `train_step`. Keras would compute a function of all outputs for each output."""
+        if self.pipe.loss is None or y is None or not self.pipe._losses.takes_all_outputs:
             return super().compute_loss(x, y, y_pred, sample_weight, **options)
         loss = self.pipe.loss(_with_tuples(y), y_pred, sample_weight)
+        loss *= 1.0 if self.pipe._losses.factors is None else self.pipe._losses.factors
         return tf.add_n([loss, *(tf.cast(tf.reduce_sum(each), loss.dtype) for each in self.losses)])
 
     def get_config(self) -> Any:

@@ -1,4 +1,4 @@
-"""The loss of a pipeline, computed by its last stage for each row of a microbatch.
+"""The losses of a pipeline, computed by its last stage for each row of a microbatch.
 
     value = scale * sum of w * l    over the elements l of the rows' losses, with their weights and masks w
 
@@ -8,7 +8,8 @@ by it at the end, so that no backward pass waits for all forward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +38,82 @@ def is_of_one_row(function: Any) -> bool:
 
 def _is_of_keras(loss: Any) -> bool:
     return getattr(getattr(loss, "fn", None), "__module__", "").startswith("keras.")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of a pipeline's outputs, which are added."""
+
+    each: Any
+    """A `keras.losses.Loss`, or a list, tuple or dict of them. Outputs without a loss have `None`. A single loss applies to
+    each output if it is one of Keras's own, and otherwise to all outputs at once."""
+
+    factors: Any = None
+    """Factors of the losses: numbers like `each`, or `None`."""
+
+    names: Sequence[str] = ()
+    """Names of the outputs, which are the keys of dicts if the outputs are a list."""
+
+    @classmethod
+    def of(cls, loss: Any, factors: Any = None, names: Sequence[str] = ()) -> Losses:
+        """Check the arguments `loss` and `loss_weights` of Keras's `compile`.
+
+        Raises:
+            OptionError: for a loss that `as_loss` refuses, losses of several reductions, or another number of factors.
+        """
+        each = tf.nest.map_structure(lambda given: None if given is None else as_loss(given), loss)
+        if len({part.reduction for part in tf.nest.flatten(each) if part is not None}) != 1:
+            raise OptionError(f"loss={loss!r}; expected at least one loss, and the same reduction of all losses")
+        if factors is not None:
+            given = tf.nest.flatten(factors)
+            if len(given) != len(tf.nest.flatten(each)):
+                raise OptionError(f"loss_weights={factors!r}; expected one number per loss, for loss={loss!r}")
+            factors = tf.nest.pack_sequence_as(each, given)
+        return cls(each, factors, names)
+
+    @property
+    def reduction(self) -> str:
+        """The reduction of all losses."""
+        return next(each.reduction for each in tf.nest.flatten(self.each) if each is not None)
+
+    @property
+    def takes_all_outputs(self) -> bool:
+        """Whether there is one loss of all outputs, which Keras would compute for each output."""
+        return not tf.nest.is_nested(self.each) and not _is_of_keras(self.each)
+
+    def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
+        """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights.
+
+        Raises:
+            FunctionError: the losses do not fit the outputs or the targets.
+        """
+        if self.takes_all_outputs or not (tf.nest.is_nested(self.each) or tf.nest.is_nested(outputs)):
+            yield self.each, self.factors, [outputs, y, *([] if weight is None else [weight])]
+            return
+        if not tf.nest.is_nested(outputs):
+            outputs, y = [outputs], y if tf.nest.is_nested(y) else [y]
+        if isinstance(outputs, Mapping):
+            keys: Sequence[Any] = sorted(outputs)
+        else:
+            keys = self.names if len(self.names) == len(outputs) else range(len(outputs))
+
+        def by_output(nest: Any) -> Mapping[Any, Any]:
+            if isinstance(nest, Mapping):
+                return nest
+            return dict(zip(keys, nest)) if isinstance(nest, list | tuple) else dict.fromkeys(keys, nest)
+
+        losses, factors, results, weights = map(by_output, (self.each, self.factors, outputs, weight))
+        targets = by_output(y) if tf.nest.is_nested(y) else {}
+        for key, loss in losses.items():
+            if loss is None:
+                continue
+            if key not in results or key not in targets:
+                raise failure(
+                    f"there is a loss of the output {key!r}; the outputs are {[*results]}, and the targets are "
+                    f"{[*targets] or 'one tensor'}"
+                )
+            given = weights.get(key)
+            yield loss, factors.get(key), [results[key], targets[key], *([] if given is None else [given])]
 
 
 def as_loss(loss: Any) -> Any:
@@ -71,24 +148,32 @@ def as_loss(loss: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def loss_by_row(loss: Any, outputs: Any, y: Any, *weight: Any) -> list[Any]:
+def loss_by_row(losses: Losses, outputs: Any, y: Any, *weight: Any) -> list[Any]:
     """Return a sum of weighted losses for each row, `[rows]`.
 
     Unless their sum is divided by the number of rows or not at all, return the divisor by row, too, `[rows]`.
 
     Args:
-        loss: a result of `as_loss`.
+        losses: the losses of the outputs.
         outputs: the outputs of the last stage.
         y: the targets.
         weight: the sample weight, if there is one.
     """
-    import keras
-
-    if _is_of_keras(loss) and keras.tree.is_nested(outputs):
+    totals, divisors = [], list[Any]()
+    for loss, factor, arguments in losses.matched(outputs, y, *weight):
+        total, *divisor = _of_one(loss, *arguments)
+        totals.append(total if factor is None else _product(factor, total))
+        divisors += divisor
+    if len(totals) > 1 and divisors:
         raise failure(
-            f"the loss {loss.name} takes one tensor, and the outputs are a {type(outputs).__name__} of {len(outputs)}; give a "
-            "function (y, outputs) of all outputs that returns a loss for each row"
+            "one of several losses has a mask, or is a mean by sample weights. Then each loss would need a divisor of its own; "
+            "give one function (y, outputs) that returns a loss for each row"
         )
+    return [tf.add_n([tf.cast(total, totals[0].dtype) for total in totals]), *divisors]
+
+
+def _of_one(loss: Any, outputs: Any, y: Any, *weight: Any) -> list[Any]:
+    """Return the sum of the elements of one loss for each row, and perhaps its divisor, as `loss_by_row`."""
     losses: list[Any] = []
 
     def call(y_true: Any, y_pred: Any) -> Any:
@@ -142,12 +227,12 @@ def _sum_of_rows(elements: Any) -> Any:
 
 
 def differentiate(
-    loss: Any, compose: Callable[[], Composition], variables: Callable[[], Sequence[Any]], scale: Any
+    losses: Losses, compose: Callable[[], Composition], variables: Callable[[], Sequence[Any]], scale: Any
 ) -> tuple[Composition, Any, list[Any]]:
-    """Return a composition whose last stage has a loss, this loss plus other losses, and the gradients.
+    """Return a composition whose last stage has losses, their sum with other losses, and the gradients.
 
     Args:
-        loss: a result of `as_loss`.
+        losses: the losses of the outputs.
         compose: builds the composition.
         variables: returns the variables of the gradients, after `compose`.
         scale: a scalar that the gradients are multiplied by.
@@ -156,7 +241,7 @@ def differentiate(
         made = compose()
         total, *divisors = made.totals
         rows = tf.cast(made.rows, total.dtype)
-        divisor = tf.ones_like(rows) if loss.reduction == "sum" else rows
+        divisor = tf.ones_like(rows) if losses.reduction == "sum" else rows
         factor = None
         if divisors and made.losses:  # all backward calls wait for the divisor
             divisor = tf.stop_gradient(divisors[0])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import tensorflow as tf
 
@@ -27,7 +27,7 @@ from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_choice, check_count
 from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
-from devicemap.pipelines.losses import as_loss, differentiate, loss_by_row
+from devicemap.pipelines.losses import Losses, differentiate, loss_by_row
 from devicemap.pipelines.microbatches import Clock
 from devicemap.pipelines.schedule import Setting, lanes_of
 from devicemap.pipelines.stages import Stage, packed, trace_in_turn
@@ -53,8 +53,8 @@ class Pipeline:
         added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer`. "sum"
             or "mean": such losses are the sum or the mean over the rows. Those of an `activity_regularizer` are means since
             Keras 3.14, and sums before.
-        loss: the loss of `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, or a function
-            `(y, outputs)` that returns a loss for each row, `[rows, ...]`.
+        loss: the loss of `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, a list or dict with
+            a loss for each output, or a function `(y, outputs)` of all outputs that returns a loss for each row, `[rows, ...]`.
         replicas: number of copies of the pipeline, each on other devices with a part of the microbatches. The first replica
             has the variables. The others get their values once per call, and gradients are added.
 
@@ -93,7 +93,8 @@ class Pipeline:
         self._output_device = choose_output_device(output_device)
         self.devices = tuple(device for lane in lanes for device in lane)
         self._warned = False
-        self._prepare(None if loss is None else as_loss(loss))
+        self._output_names = getattr(stages[-1], "output_names", ())
+        self._prepare(None if loss is None else Losses.of(loss, names=self._output_names))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
         if norms and microbatches * replicas > 1 and not self._setting.local:
             warn_user(
@@ -102,23 +103,23 @@ class Pipeline:
                 RuntimeWarning,
             )
 
-    def _prepare(self, loss: Any, clock: Clock | None = None) -> None:
-        self._loss, self._last = loss, self._stages[-1]
-        if loss is not None:
-            self._last = self._last.with_loss(partial(loss_by_row, loss))
+    def _prepare(self, losses: Losses | None, clock: Clock | None = None) -> None:
+        self._losses, self._last = losses, self._stages[-1]
+        if losses is not None:
+            self._last = self._last.with_loss(partial(loss_by_row, losses))
         self._setting = replace(self._setting, clock=clock)
         self._graphs = EagerGraphs(self._setting, [*self._stages, self._last])
 
-    def _copy_with(self, loss: Any, clock: Clock | None = None) -> Pipeline:
-        """Return a pipeline of the same stages with another loss, a result of `as_loss`; `clock` times its calls."""
+    def _copy_with(self, losses: Losses | None, clock: Clock | None = None) -> Pipeline:
+        """Return a pipeline of the same stages with other losses; `clock` times its calls."""
         other = copy(self)
-        other._prepare(loss, clock)
+        other._prepare(losses, clock)
         return other
 
     @property
     def loss(self) -> Any:
-        """The `keras.losses.Loss` of `value_and_gradients`, or `None`."""
-        return self._loss
+        """The `keras.losses.Loss` of `value_and_gradients`, a nest of them, or `None`."""
+        return self._losses and self._losses.each
 
     @property
     def trainable_variables(self) -> list[Any]:
@@ -198,7 +199,7 @@ class Pipeline:
             >>> float(value), float(gradients[0])
             (9.0, 6.0)
         """
-        if self._loss is None:
+        if self._losses is None:
             raise OptionError("value_and_gradients needs Pipeline(loss=...), such as loss='mse'")
         return self._differentiated(x, y, sample_weight)[:2]
 
@@ -263,7 +264,7 @@ class Pipeline:
         """
         if not tf.executing_eagerly():
             raise OptionError("report inside a tf.function; call it in eager code")
-        timed = self._copy_with(self._loss, clock := Clock())
+        timed = self._copy_with(self._losses, clock := Clock())
         for _ in range(2):
             if y is None and sample_weight is None:
                 timed(x)
@@ -278,10 +279,12 @@ class Pipeline:
         return (made.nest, [layer for layer, _ in made.losses]), (leaves, [loss for _, loss in made.losses])
 
     def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
-        """Return the specs of the outputs; the value of the loss, its gradients, and the outputs if they are wanted."""
+        """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
         run_beside_inputs(self.devices)
         compose = partial(Composition, [*self._stages[:-1], self._last], batch, self._setting)
-        made, value, gradients = differentiate(self._loss, compose, lambda: self.trainable_variables, batch.scale)
+        made, value, gradients = differentiate(
+            cast(Losses, self._losses), compose, lambda: self.trainable_variables, batch.scale
+        )
         leaves = made.joined(self._output_device) if outputs else []
         return made.nest, (value, gradients, leaves)
 
@@ -318,4 +321,4 @@ class Pipeline:
             >>> [stage.schedule[:4] for stage in plan.stages], plan.bubble
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
-        return plan_of(self._stages, data_spec(data_or_spec, Options()), self._setting, self._loss is not None)
+        return plan_of(self._stages, data_spec(data_or_spec, Options()), self._setting, self._losses is not None)

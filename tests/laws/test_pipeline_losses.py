@@ -389,15 +389,56 @@ def test_fit_and_evaluate_with_a_loss_of_all_outputs(devices: list[str]) -> None
     fitted = Pipeline(split(model, 2, "bytes", devices), devices, 3).as_model()
     first, second = model(x)
     fitted.compile(
-        keras.optimizers.SGD(0.0), lambda y, outputs: of_rows(y[0], outputs[0]) + 3 * of_rows(y[1], outputs[1])
+        keras.optimizers.SGD(0.0), lambda y, outputs: of_rows(y[0], outputs[0]) + 3 * of_rows(y[1], outputs[1]), 0.5
     )
-    wanted = tf.reduce_mean(of_rows(x, first) + 3 * of_rows(x[:, :2], second))
+    wanted = 0.5 * tf.reduce_mean(of_rows(x, first) + 3 * of_rows(x[:, :2], second))
     targets = (x, x[:, :2])
     assert_close(fitted.fit(x, targets, verbose=0).history["loss"], [wanted])
     assert_close(fitted.evaluate(x, targets, verbose=0), wanted)
-    fitted.compile("sgd", "mse")
-    with pytest.raises(FunctionError, match="takes one tensor, and the outputs are a list of 2"):
-        fitted.train_on_batch(x, targets)
+
+
+def two_outputs(as_dict: bool) -> Any:
+    given = keras.Input([4])
+    hidden = dense()(given)
+    outputs = {"a": layers.Dense(4, name="a")(hidden), "b": layers.Dense(4, name="b")(hidden)}
+    return keras.Model(given, outputs if as_dict else [*outputs.values()])
+
+
+OF_OUTPUTS: dict[str, tuple[bool, Any, Any, Any, Any]] = {
+    "one for each": (False, "mse", None, [x, -x], None),
+    "list": (False, ["mse", keras.losses.SparseCategoricalCrossentropy(True)], [0.5, 2.0], [x, labels], None),
+    "list of sums": (False, [keras.losses.Huber(reduction="sum")] * 2, None, [x, -x], [weights, weights[::-1]]),
+    "names": (False, {"b": "mae", "a": of_rows}, {"a": 0.5, "b": 2.0}, {"a": x, "b": -x}, None),
+    "names, weight": (False, {"a": "mse", "b": "mae"}, [0.5, 2.0], [x, -x], weights),
+    "dict": (
+        True,
+        {"a": "mse", "b": "log_cosh"},
+        {"a": 3.0, "b": 1.0},
+        {"a": x, "b": -x},
+        {"a": weights, "b": weights},
+    ),
+    "list for a dict": (True, ["mse", "mae"], None, {"a": x, "b": -x}, None),
+    "not all": (False, ["mse", None], None, [x, -x], None),
+}
+"""By what is special about it: whether outputs are a dict, the loss and its factors, targets and their weights."""
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("case", OF_OUTPUTS)
+def test_losses_of_several_outputs(case: str, devices: list[str]) -> None:
+    """Also their metrics, one for each output."""
+    as_dict, loss, factors, targets, weight = OF_OUTPUTS[case]
+    model, other = two_outputs(as_dict), two_outputs(as_dict)
+    other.set_weights(model.get_weights())
+    stages = split(model, 2, "bytes", devices)
+    histories = []
+    for each in (other, Pipeline(stages, devices, 3).as_model()):
+        each.compile(keras.optimizers.SGD(0.1), loss, factors, jit_compile=False)
+        data = {"sample_weight": weight, "batch_size": 5, "shuffle": False, "validation_data": (x, targets)}
+        histories.append(each.fit(x, targets, epochs=2, verbose=0, **data).history)
+    assert_close(*histories)
+    stages.copy_weights_to(model)
+    assert_close(model.get_weights(), other.get_weights())
 
 
 def test_scales_of_losses_are_those_of_the_optimizer(devices: list[str]) -> None:
@@ -538,7 +579,16 @@ def test_a_loss_that_fails_names_the_cause() -> None:
         (lambda: Pipeline([tf.function(lambda rows: REGULARIZED(rows))], added_losses="sum")(x), FunctionError),
         (lambda: Pipeline([mapped_before(REGULARIZED)], added_losses="sum")(x), FunctionError),
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
-        (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
+        (lambda: Pipeline([tf.sin], loss=[None, None]), OptionError),
+        (lambda: Pipeline([tf.sin], loss=["mse", keras.losses.Huber(reduction="sum")]), OptionError),
+        (lambda: Pipeline([tf.sin], loss={"a": "mse"}).value_and_gradients(x, {"b": x}), FunctionError),
+        (lambda: Pipeline([lambda z: (z, z)], loss=["mse"] * 2).value_and_gradients(x, x), FunctionError),
+        (
+            lambda: Pipeline([lambda z: (z, z)], loss=[mean_by_weight()] * 2).value_and_gradients(x, (x, x), weights),
+            FunctionError,
+        ),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"] * 2, loss_weights=[1.0]), OptionError),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss_weights=[1.0]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
     ],
 )
