@@ -75,6 +75,7 @@ class Results:
         self.directory = directory
         """The directory that holds the results."""
 
+        self._absolute = directory.absolute()  # the program may change its working directory
         self.structure = structure_of(header.call["results"])
         """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
 
@@ -261,7 +262,7 @@ class Results:
         return [arrays[i] if i in arrays else _join(parts[i], spec) for i, spec in enumerate(self._specs)]
 
     def _read_chunks(self, start: int, stop: int) -> Iterator[tuple[StoredChunk, list[Any]]]:
-        with open_database(self.directory) as database:
+        with open_database(self._absolute) as database:
             for chunk in overlapping(self._chunks, start, stop):
                 if chunk.error is None:
                     yield chunk, database.leaves(chunk, self._specs)

@@ -290,3 +290,10 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
     # A call that fails on its first chunk does not block a later call.
     write_chunks(tmp_path / "new", tf.TensorSpec([None], tf.string), [], 1)
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
+
+
+def test_results_after_the_working_directory_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = devicemap.DeviceMap(_triple).write(DATA, "results")
+    monkeypatch.chdir(tmp_path / "results")
+    np.testing.assert_array_equal(results.load(), _triple(DATA))
