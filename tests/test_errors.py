@@ -235,6 +235,20 @@ def test_an_error_while_tracing(error: Exception) -> None:
         assert caught.value.args == (str(caught.value),)
 
 
+def test_an_error_inside_a_function_shows_few_lines_of_devicemap() -> None:
+    @tf.function
+    def f(x: Any) -> Any:
+        return devicemap.parallel_map(lambda row: None, x)
+
+    with pytest.raises(FunctionError, match="the result of fn is None") as caught:
+        f(X)
+    assert str(caught.value).count('File "') <= 4
+    pipe = devicemap.Pipeline([tf.sin], loss=["mse", "mse"])
+    with pytest.raises(FunctionError) as caught:
+        pipe.value_and_gradients(X, X)
+    assert "in user code" not in str(caught.value)
+
+
 def test_a_warning_names_the_line_that_called_devicemap() -> None:
     """Also from a package whose path begins with that of devicemap."""
     path = f"{Path(devicemap.__file__).parent}_user/program.py"

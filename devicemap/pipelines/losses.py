@@ -98,19 +98,21 @@ class Losses:
             keys = self.names if len(self.names) == len(outputs) else range(len(outputs))
 
         def by_output(nest: Any) -> Mapping[Any, Any]:
-            if isinstance(nest, Mapping):
-                return nest
-            return dict(zip(keys, nest)) if isinstance(nest, list | tuple) else dict.fromkeys(keys, nest)
+            if not isinstance(nest, list | tuple):
+                return nest if isinstance(nest, Mapping) else dict.fromkeys(keys, nest)
+            if len(nest) != len(keys):
+                raise failure(f"the outputs are {[*keys]}, and there are {len(nest)} losses, weights or targets")
+            return dict(zip(keys, nest))
 
         losses, factors, results, weights = map(by_output, (self.each, self.factors, outputs, weight))
         targets = by_output(y) if tf.nest.is_nested(y) else {}
         for key, loss in losses.items():
             if loss is None:
                 continue
-            if key not in results or key not in targets:
+            if any(key not in nest for nest in (results, targets, weights)):
                 raise failure(
-                    f"there is a loss of the output {key!r}; the outputs are {[*results]}, and the targets are "
-                    f"{[*targets] or 'one tensor'}"
+                    f"there is a loss of the output {key!r}; the outputs are {[*results]}, the targets are "
+                    f"{[*targets] or 'one tensor'}, and sample weights would be those of {[*weights]}"
                 )
             given = weights.get(key)
             yield loss, factors.get(key), [results[key], targets[key], *([] if given is None else [given])]

@@ -27,7 +27,7 @@ from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.devices import is_out_of_memory, kind_of
-from devicemap.errors import DataError, OptionError, error_text, warn_user
+from devicemap.errors import DataError, DeviceMapError, OptionError, error_text, warn_user
 from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_name
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
@@ -56,7 +56,10 @@ class Mapper:
     def run(self, data: Any) -> Any:
         """Map over all of the data, in eager code or inside the user's own `tf.function`."""
         if not tf.executing_eagerly():
-            return self._inside_function(data)
+            try:
+                return self._inside_function(data)
+            except DeviceMapError as error:  # autograph's message has all lines of the traceback
+                raise error.with_traceback(None) from error.__cause__
         if isinstance(data, tf.data.Dataset):
             return self.in_chunks(data)
         rows = as_rows(data)

@@ -587,6 +587,8 @@ def test_a_loss_that_fails_names_the_cause() -> None:
             lambda: Pipeline([lambda z: (z, z)], loss=[mean_by_weight()] * 2).value_and_gradients(x, (x, x), weights),
             FunctionError,
         ),
+        (lambda: Pipeline([tf.sin], loss=["mse"] * 2).value_and_gradients(x, x), FunctionError),
+        (lambda: Pipeline([tf.sin], loss=["mse"]).value_and_gradients(x, x, {"a": weights}), FunctionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"] * 2, loss_weights=[1.0]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss_weights=[1.0]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
