@@ -48,29 +48,38 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
             )
 
 
-def check_rows_are_independent(name: str, run: Callable[..., Any], given: Sequence[Any]) -> None:
-    """Compare the results of `runner_of` for some rows with those for half of the rows, in inference.
+def check_rows_are_independent(
+    name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str, rows: int = _ROWS
+) -> None:
+    """Compare the results of a function for some rows with those for half of the rows.
+
+    Args:
+        name: of the function.
+        run: the function, of a list of tensors.
+        given: symbolic tensors or specs of its arguments.
+        advice: what to do if it mixes rows.
+        rows: the number of rows.
 
     Raises:
-        OptionError: a row of a result depends on other rows of the inputs `given`.
+        OptionError: a row of a result depends on other rows of the arguments.
     """
     if any(tensor.shape[0] is not None for tensor in given):
         return
     whole = _random_tensors(given).values()
 
-    def made(rows: int) -> list[Any]:
+    def made(count: int) -> list[Any]:
         with keras.StatelessScope():
-            results = run([tensor[:rows] for tensor in whole], training=False)
-        return [tensor[: _ROWS // 2] for tensor in tf.nest.flatten(results)]
+            results = run([tensor[:count] for tensor in whole])
+        return [tensor[: rows // 2] for tensor in tf.nest.flatten(results)]
 
     try:
-        first, again, half = made(_ROWS), made(_ROWS), made(_ROWS // 2)
-    except tf.errors.InvalidArgumentError:  # indices out of range, if the stage before computes the input
+        first, again, half = made(rows), made(rows), made(rows // 2)
+    except Exception:  # the function may refuse random arguments, such as indices out of range
         return
     if difference := _difference("a result", half, first, again, 0.03):  # more than rounding, also of 16-bit floats
         raise OptionError(
             f"{name}: {difference}, if half of the rows are left out. Microbatches see some of the rows, so each row of a "
-            "result must depend on one row; compute values of several rows outside of the pipeline"
+            f"result must depend on one row; {advice}"
         )
 
 
@@ -146,12 +155,12 @@ def _difference(
 def _random_tensors(symbolic: Sequence[Any], largest: float = 1.0) -> dict[int, Any]:
     """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1, which are valid indices for most layers."""
 
-    def random(tensor: Any) -> Any:
+    def random(i: int, tensor: Any) -> Any:
         dtype = tf.as_dtype(tensor.dtype)
         shape = [size or _ROWS for size in tensor.shape]
         if dtype == tf.string:
             return tf.zeros(shape, dtype)
         low, high, drawn = (-largest, largest, tf.float32) if dtype.is_floating else (0, 2, tf.int32)
-        return tf.cast(tf.random.stateless_uniform(shape, [0, 0], low, high, drawn), dtype)
+        return tf.cast(tf.random.stateless_uniform(shape, [0, i], low, high, drawn), dtype)
 
-    return {id(tensor): random(tensor) for tensor in symbolic}
+    return {id(tensor): random(i, tensor) for i, tensor in enumerate(symbolic)}

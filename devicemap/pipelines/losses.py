@@ -9,6 +9,7 @@ by it at the end, so that no backward pass waits for all forward passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, ma
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
+from devicemap.pipelines.stages import packed
+
+_ROWS = 8
+"""Rows on which losses are compared. They may be images, and the loss a network."""
 
 _OF_ONE_ROW = (
     "binary_crossentropy binary_focal_crossentropy categorical_crossentropy categorical_focal_crossentropy "
@@ -80,6 +85,52 @@ class Losses:
     def takes_all_outputs(self) -> bool:
         """Whether there is one loss of all outputs, which Keras would compute for each output."""
         return not tf.nest.is_nested(self.each) and not _is_of_keras(self.each)
+
+    def by_row(self, outputs: Any, y: Any, *weight: Any) -> list[Any]:
+        """Return a sum of weighted losses for each row, `[rows]`.
+
+        Unless their sum is divided by the number of rows or not at all, return the divisor by row, too, `[rows]`.
+
+        Args:
+            outputs: the outputs of the last stage.
+            y: the targets.
+            weight: the sample weight, if there is one.
+        """
+        totals, divisors = [], list[Any]()
+        for loss, factor, arguments in self.matched(outputs, y, *weight):
+            total, *divisor = _of_one(loss, *arguments)
+            totals.append(total if factor is None else _product(factor, total))
+            divisors += divisor
+        if len(totals) > 1 and divisors:
+            raise failure(
+                "one of several losses has a mask, or is a mean by sample weights. Then each loss would need a divisor of its "
+                "own; give one function (y, outputs) that returns a loss for each row"
+            )
+        return [tf.add_n([tf.cast(total, totals[0].dtype) for total in totals]), *divisors]
+
+    def check_rows(self, outputs: Any, y: Any) -> None:
+        """Compare losses that are not Keras's own, of random rows of these specs, with those of half of the rows.
+
+        Raises:
+            OptionError: the loss of a row depends on other rows.
+        """
+        from devicemap.pipelines.comparisons import check_rows_are_independent
+
+        nest = outputs, y
+        specs = tf.nest.flatten(nest)
+        own = [each for each in tf.nest.flatten(self.each) if each is not None and not _is_of_keras(each)]
+        if not own or not all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in specs):
+            return
+
+        def run(tensors: list[Any]) -> list[Any]:
+            pairs = self.matched(*packed(nest, tensors))
+            return [loss.call(target, output) for loss, _, (output, target) in pairs if loss in own]
+
+        name = getattr(getattr(own[0], "fn", None), "__name__", own[0].name)
+        advice = "compute such a loss outside of the pipeline, or with microbatches=1"
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                check_rows_are_independent(f"the loss {name}", run, [*map(copy, specs)], advice, _ROWS)
 
     def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
         """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights.
@@ -147,31 +198,6 @@ def as_loss(loss: Any) -> Any:
             f"loss={loss!r} has no reduction; expected 'sum_over_batch_size', 'sum' or 'mean_with_sample_weight'"
         )
     return found
-
-
-@tf.autograph.experimental.do_not_convert
-def loss_by_row(losses: Losses, outputs: Any, y: Any, *weight: Any) -> list[Any]:
-    """Return a sum of weighted losses for each row, `[rows]`.
-
-    Unless their sum is divided by the number of rows or not at all, return the divisor by row, too, `[rows]`.
-
-    Args:
-        losses: the losses of the outputs.
-        outputs: the outputs of the last stage.
-        y: the targets.
-        weight: the sample weight, if there is one.
-    """
-    totals, divisors = [], list[Any]()
-    for loss, factor, arguments in losses.matched(outputs, y, *weight):
-        total, *divisor = _of_one(loss, *arguments)
-        totals.append(total if factor is None else _product(factor, total))
-        divisors += divisor
-    if len(totals) > 1 and divisors:
-        raise failure(
-            "one of several losses has a mask, or is a mean by sample weights. Then each loss would need a divisor of its own; "
-            "give one function (y, outputs) that returns a loss for each row"
-        )
-    return [tf.add_n([tf.cast(total, totals[0].dtype) for total in totals]), *divisors]
 
 
 def _of_one(loss: Any, outputs: Any, y: Any, *weight: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_choice, check_count
 from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
-from devicemap.pipelines.losses import Losses, differentiate, loss_by_row
+from devicemap.pipelines.losses import Losses, differentiate
 from devicemap.pipelines.microbatches import Clock
 from devicemap.pipelines.schedule import Setting, lanes_of
 from devicemap.pipelines.stages import Stage, packed, trace_in_turn
@@ -106,7 +106,7 @@ class Pipeline:
     def _prepare(self, losses: Losses | None, clock: Clock | None = None) -> None:
         self._losses, self._last = losses, self._stages[-1]
         if losses is not None:
-            self._last = self._last.with_loss(partial(loss_by_row, losses))
+            self._last = self._last.with_losses(losses)
         self._setting = replace(self._setting, clock=clock)
         self._graphs = EagerGraphs(self._setting, [*self._stages, self._last])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, cycle, pairwise
 from typing import Any, Literal
 
@@ -112,7 +113,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         for call in own:
             check_uses_own_variables(call, owners)
         run = runner_of(own, given, taken)
-        check_rows_are_independent(f"stage {i} of {n}", run, given)
+        advice = "compute values of several rows outside of the pipeline"
+        check_rows_are_independent(f"stage {i} of {n}", partial(run, training=False), given, advice)
         name, policy = f"{model.name}_{i}", model.dtype_policy
         stages.append(StageModel(run, owned, None if i else model, name=name, dtype=policy))
     if hasattr(model, "output_names"):

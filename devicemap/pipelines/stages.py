@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -82,6 +82,16 @@ class TracedStage:
     """Whether layers write variables other than seeds, as batch normalization does in training."""
 
 
+class LossesByRow(Protocol):
+    """The losses of the results of a stage (`losses.py`)."""
+
+    def by_row(self, outputs: Any, y: Any, *weight: Any) -> list[Any]:
+        """Return vectors `[rows]`."""
+
+    def check_rows(self, outputs: Any, y: Any) -> None:
+        """Raise `OptionError` if the loss of a row of these specs depends on other rows."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A stage on its device in a replica of the pipeline."""
@@ -103,17 +113,16 @@ class Slot:
 class Stage:
     """A function of batches, traced for its inputs."""
 
-    def __init__(self, k: int, function: Callable[..., Any], setting: Setting, loss: Callable[..., Any] | None = None):
+    def __init__(self, k: int, function: Callable[..., Any], setting: Setting, losses: LossesByRow | None = None):
         """
         Args:
             k: its index.
             function: the function.
             setting: the options of the pipeline.
-            loss: a function of its results and the targets that returns a list of vectors `[rows]`. The stage takes its inputs
-                and the tuple of targets.
+            losses: those of its results. The stage takes its inputs and the tuple of targets.
         """
-        self._k, self.function, self._setting, self._loss = k, function, setting, loss
-        self.name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
+        self._k, self.function, self._setting, self._losses = k, function, setting, losses
+        self.name = f"stage {k} of {setting.stages}{' with the loss' if losses else ''}"
         self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
         self.is_layer, self.is_traced = bool(layers_of(function)), False
@@ -137,9 +146,9 @@ class Stage:
                 f"{self.name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
             )
 
-    def with_loss(self, loss: Callable[..., Any]) -> Stage:
-        """Return the stage with a loss."""
-        return Stage(self._k, self.function, self._setting, loss)
+    def with_losses(self, losses: LossesByRow) -> Stage:
+        """Return the stage with losses."""
+        return Stage(self._k, self.function, self._setting, losses)
 
     def traced(self, given: Any, replica: int = 0) -> TracedStage:
         """Return the trace for a nest of specs in a replica.
@@ -196,7 +205,7 @@ class Stage:
             if has_notes:  # a `tf.function` drops attributes of its arguments
                 arguments = _as_arguments(packed(given, arguments))
             targets: Any = ()
-            if self._loss is not None:
+            if self._losses is not None:
                 nest, targets = arguments
                 arguments = _as_arguments(nest)
             passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
@@ -205,7 +214,7 @@ class Stage:
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
-            if self._loss is None:
+            if self._losses is None:
                 function.__signature__ = inspect.signature(self.function)  # for error messages
         with observing() as used:
             try:
@@ -229,6 +238,9 @@ class Stage:
         handles = {id(stored_in(variable).handle) for variable in of_keras if not is_seed(variable)}
         mixes_rows = any(id(handle) in handles for handle in _written(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
+        parts = self._setting.microbatches * len(self._setting.devices)
+        if self._losses is not None and parts > 1 and not traced.audit.acts:
+            self._losses.check_rows(nest, given[1][0])
         return TracedStage(traced, nest, tuple(losses), mixes_rows)
 
     def _takes_list(self, count: int) -> bool:
@@ -241,7 +253,7 @@ class Stage:
         self, results: Any, arguments: Any, targets: Any, added: Any, losses: list[tuple[Any, bool]]
     ) -> Any:
         """Return the results of a call, and vectors of the losses, if there are any. Fill `losses`."""
-        vectors = [] if self._loss is None else [*self._loss(results, *targets)]
+        vectors = [] if self._losses is None else self._losses.by_row(results, *targets)
         losses[:] = [(None, True)] * len(vectors)
         rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
         for layer, loss in added:

@@ -72,6 +72,18 @@ def ignoring() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 
 
+class Correlation(keras.losses.Loss):
+    """One minus the correlation over the batch, for each row."""
+
+    def call(self, y: Any, outputs: Any) -> Any:
+        y, outputs = (each - tf.reduce_mean(each, 0) for each in (y, outputs))
+        return tf.repeat(1 - tf.reduce_sum(y * outputs) / (tf.norm(y) * tf.norm(outputs)), tf.shape(y)[0])
+
+
+def contrastive(y: Any, outputs: Any) -> Any:
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(y)[0]), outputs @ tf.transpose(y))
+
+
 CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     "mse": (dense_four, x, x, "mse", {}),
     "function": (dense_four, x, x, of_rows, {}),
@@ -535,6 +547,12 @@ def test_losses_of_one_row_along_an_axis(devices: list[str]) -> None:
     assert_close(pipe.value_and_gradients(x, np.abs(x))[0], loss(np.abs(x), x**2))
 
 
+def test_losses_of_several_rows_need_one_microbatch(devices: list[str]) -> None:
+    loss = Correlation()
+    pipe = Pipeline([tf.sin, tf.square], devices, 1, loss=loss)
+    assert_close(pipe.value_and_gradients(x, x[::-1])[0], loss(x[::-1], tf.sin(x) ** 2))
+
+
 def test_metrics_have_the_names_of_outputs(devices: list[str]) -> None:
     given = keras.Input([4])
     model = keras.Model(given, [layers.Dense(4, name="a")(given), layers.Dense(4, name="b")(given)])
@@ -579,6 +597,8 @@ def test_a_loss_that_fails_names_the_cause() -> None:
         (lambda: Pipeline([tf.function(lambda rows: REGULARIZED(rows))], added_losses="sum")(x), FunctionError),
         (lambda: Pipeline([mapped_before(REGULARIZED)], added_losses="sum")(x), FunctionError),
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
+        (lambda: Pipeline([tf.sin], loss=contrastive).value_and_gradients(x, x), OptionError),
+        (lambda: Pipeline([tf.sin], loss=Correlation()).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss=[None, None]), OptionError),
         (lambda: Pipeline([tf.sin], loss=["mse", keras.losses.Huber(reduction="sum")]), OptionError),
         (lambda: Pipeline([tf.sin], loss={"a": "mse"}).value_and_gradients(x, {"b": x}), FunctionError),
