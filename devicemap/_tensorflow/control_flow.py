@@ -14,6 +14,7 @@ from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
     as_stacked,
+    convert_effects,
     convert_graph,
     graph_of,
     pfor,
@@ -21,9 +22,10 @@ from devicemap._tensorflow.pfor import (
 )
 
 
-def convert_call(given: Any) -> list[Any]:
+def convert_call(given: Any) -> Any:
     """Convert the ops of a function that is called."""
-    return convert_graph(given, graph_of(given, given.get_attr("f")), given.inputs)
+    graph = graph_of(given, given.get_attr("f"))
+    return convert_graph(given, graph, given.inputs) if given.op.outputs else convert_effects(given, graph)
 
 
 def convert_if(given: Any) -> list[Any]:

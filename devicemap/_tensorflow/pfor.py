@@ -41,6 +41,8 @@ Converter = Callable[[Any], Any]
 Policy = Callable[[Any, Converter | None], Any]
 """`(given, converter)` -> the results of an op. `converter` is the one of its type, or `None`."""
 
+NO_TILE = "needs a tensor of uint16 for each row, and TensorFlow cannot repeat it"
+
 _converting = threading.RLock()
 """Held while ops have converters of devicemap."""
 
@@ -158,7 +160,11 @@ def for_all_rows(given: Any, place: int) -> Any:
 
 def as_stacked(result: Any, count: Any) -> Any:
     """Return a wrapped result as a tensor `[rows, ...]`, repeated if all rows share it. `count`: the number of rows, `[1]`."""
-    return result.t if result.is_stacked else pfor._stack(result.t, count).t
+    if result.is_stacked:
+        return result.t
+    if result.t.dtype == tf.uint16:
+        raise NotVectorizableError(NO_TILE)
+    return pfor._stack(result.t, count).t
 
 
 def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = None) -> list[Any]:
@@ -168,8 +174,24 @@ def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = Non
     the results of a function of a SavedModel, and the handle of a lookup table among them has no gradient. A graph gets
     further results when TensorFlow builds its gradient.
     """
+    return _converted(_for_graph(given, graph, rows), graph, inputs, len(given.op.outputs))
+
+
+def convert_effects(given: Any, graph: Any) -> Any:
+    """Return an op that runs the effects of a function's graph, which has no results."""
+    converter = _for_graph(given, graph, None)
+    _converted(converter, graph, given.inputs, 0)
+    ends = [
+        convert(converter, op.outputs[0]).t if op.outputs else convert(converter, op) for op in graph.control_outputs
+    ]
+    with tf.control_dependencies(ends):
+        return tf.no_op()
+
+
+def _for_graph(given: Any, graph: Any, rows: Any) -> Any:
+    """Return a converter of a function's graph, for the rows of these indices, or for all if `None`."""
     outer = given.pfor
-    converter = pfor.PFor(
+    return pfor.PFor(
         loop_var=outer.loop_var,
         loop_len=outer.loop_len_vector[0] if rows is None else tf.size(rows),
         pfor_ops=graph.get_operations(),
@@ -178,7 +200,6 @@ def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = Non
         all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
         pfor_config=outer.pfor_config,
     )
-    return _converted(converter, graph, inputs, len(given.op.outputs))
 
 
 def _converted(converter: Any, graph: Any, inputs: Iterable[Any], count: int) -> list[Any]:

@@ -39,6 +39,10 @@ _FREE = frozenset("Const Identity NoOp Placeholder".split())
 """Types of ops that take no time."""
 
 
+_FOR_OTHERS = frozenset(["StatelessRandomGetKeyCounter"])
+"""Types of ops whose results are for ops that run row by row, too, if the seed differs between rows."""
+
+
 @dataclass(frozen=True)
 class Result:
     """A result of a call, as an input of another."""
@@ -203,8 +207,8 @@ def _calls_for(last: Sequence[RowCall]) -> list[RowCall]:
 
 
 def _is_stackable(op: Any) -> bool:
-    """Whether the results have the same shape for each row."""
-    return all(output.shape.is_fully_defined() for output in op.outputs)
+    """Whether the results have the same shape for each row, and other ops than those of a loop over rows may take them."""
+    return op.type not in _FOR_OTHERS and all(output.shape.is_fully_defined() for output in op.outputs)
 
 
 def _is_small(op: Any) -> bool:

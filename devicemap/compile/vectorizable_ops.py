@@ -16,6 +16,7 @@ import tensorflow as tf
 from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.indexing import LISTS
+from devicemap._tensorflow.pfor import NO_TILE
 
 ELEMENTWISE = frozenset(
     "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "
@@ -98,8 +99,10 @@ class OpCall:
         return bool(output.consumers()) or any(output is each for each in self.op.graph.outputs)
 
 
-_MOST_AXES = {"MirrorPad": 5, "Pad": 6, "PadV2": 6, "SelectV2": 8, "Slice": 8, "StridedSlice": 8}
-"""Type of op -> the number of axes that TensorFlow's kernel accepts."""
+_MOST_AXES = {"ArgMax": 7, "ArgMin": 7, "MirrorPad": 5, "SelectV2": 8, "Softmax": 5, "StridedSlice": 8} | dict.fromkeys(
+    ("Pad", "PadV2", "Slice"), 6
+)
+"""Type of op -> the number of axes that TensorFlow's kernel accepts. The gradient of a slice is padded."""
 
 _MOST_INDICES = dict.fromkeys(
     "GatherNd ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate".split(),
@@ -113,6 +116,8 @@ _MOST_BROADCAST_AXES = 5
 
 def _exceeds_kernel(call: OpCall) -> bool:
     """Whether TensorFlow's kernel accepts the call for one row, but does not accept the row axis as one more axis."""
+    if not call.stacked:
+        return False
     kind, shape = call.op.type, call.shape(0)
     if kind in _MOST_AXES:
         return shape.rank is not None and shape.rank >= _MOST_AXES[kind]
@@ -216,6 +221,9 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
     call = OpCall(op, stacked)
     if _exceeds_kernel(call):
         return "has as many axes as its kernel accepts"
+    repeated = () if op.type in ELEMENTWISE else op.inputs
+    if any(each.dtype == tf.uint16 and not differs for each, differs in zip(repeated, stacked)):
+        return NO_TILE
     refuses, words = EXCEPTIONS.get(op.type, (None, ""))
     return words if refuses is not None and refuses(call) else None
 

@@ -172,6 +172,14 @@ def test_no_op_runs_twice(fn: Callable[[Any], Any]) -> None:
     assert placements(partitions(mapper, ROWS), "Where").total() == 1
 
 
+def test_random_numbers_of_seeds_of_rows_take_one_loop() -> None:
+    mapper = devicemap.DeviceMap(lambda row, seed: _features(row) + tf.random.stateless_normal([6], seed), seed=1)
+    assert traced(mapper, ROWS).vectorized
+    graph = tf.function(lambda x: mapper(x)).get_concrete_function(ROWS[:1]).graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    assert sum(node.op in ("While", "StatelessWhile") for node in nodes) == 1
+
+
 def _chosen(row: Any) -> Any:
     kept = _positive(_features(row))
     return tf.cond(row[0] > 0.0, lambda: tf.reduce_sum(kept), lambda: 1.0)

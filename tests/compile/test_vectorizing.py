@@ -406,6 +406,28 @@ def test_what_the_vectorised_graph_does_not_hold() -> None:
     assert not placements(partitions(mapper, control_flow.ROWS), "TensorListScatterIntoExistingList")
 
 
+def test_functions_without_arguments_or_results() -> None:
+    @tf.function
+    def check(row: Any) -> None:
+        tf.debugging.assert_less(row, 9.0)
+
+    @tf.function
+    def draw() -> Any:
+        return tf.random.uniform([3], 1.0, 2.0)
+
+    def fn(row: Any) -> Any:
+        check(row)
+        return draw() + row
+
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    assert traced(mapper, VECTORS).reason == ALL_OPS
+    drawn = mapper(VECTORS) - VECTORS
+    assert np.all((drawn > 0.999) & (drawn < 2.001))
+    assert len(np.unique(drawn)) > 7
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        mapper(10.0 + tf.abs(VECTORS))
+
+
 @pytest.mark.nightly
 def test_nothing_runs_for_one_row_beside_all_rows() -> None:
     """What is vectorised is called for one row first, which stateful ops would keep."""
@@ -515,6 +537,8 @@ ALTERNATING = tf.ones([2, 1, 2, 1, 2])
         (lambda row: tf.pad(row, [[1, 1]] * 6), 6),
         (lambda row: row + ALTERNATING, 5),
         (lambda row: tf.broadcast_to(row[:, :1, :, :1, :, :1], [2] * 6), 6),
+        (tf.nn.softmax, 5),
+        (lambda row: tf.cast(tf.argmax(row, 1), tf.float32), 7),
         (lambda row: row[1], 8),
         (lambda row: tf.slice(row, [1] * 8, [1] * 8), 8),
         (lambda row: tf.where(row > 0.0, row, 0.0), 8),
@@ -527,6 +551,12 @@ def test_kernels_that_accept_no_more_axes_run_row_by_row(fn: Callable[[Any], Any
     mapper = devicemap.DeviceMap(fn, devices=TWO)
     assert "its kernel accepts" in traced(mapper, rows).reason
     np.testing.assert_allclose(mapper(rows), one_by_one(fn, rows), rtol=1e-6)
+
+
+def test_gradients_of_slices_of_many_axes() -> None:
+    rows = tf.constant(_random.normal(size=[3] + [2] * 6), tf.float32)
+    (gradient,) = gradients_of(devicemap.DeviceMap(lambda row: tf.slice(row, [1] * 6, [1] * 6)), rows)
+    assert np.count_nonzero(gradient) == 3
 
 
 def test_broadcasts_of_many_axes_that_merge() -> None:

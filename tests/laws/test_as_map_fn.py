@@ -52,6 +52,7 @@ def _gradient(fn: Any, row: Any) -> Any:
 
 
 MATRICES = _normal(5, 3, 3)
+SHORTS = tf.cast(tf.range(10) % 7, tf.uint16)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Any]] = {
     "scan with a variable": (lambda r: tf.scan(lambda state, each: tf.sin(state) * V[0] + each, r), _normal(5, 3)),
     "expm": (tf.linalg.expm, MATRICES),
@@ -66,7 +67,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Any]] = {
         lambda r: tf.transpose(tf.complex(r, 2 * r), [-1, -2], conjugate=True), _normal(5, 2, 3)),
     "cross entropy that broadcasts": (
         lambda r: tf.nn.softmax_cross_entropy_with_logits(tf.constant([[0.5, 0.5]]), r), _normal(5, 3, 2)),
-    "uint16": (lambda r: tf.maximum(r, tf.constant(3, tf.uint16)) + r, tf.cast(tf.range(10) % 7, tf.uint16)),
+    "uint16 that rows share": (lambda r: tf.stack([r, SHORTS[1]]) + tf.concat([[r], SHORTS[:1]], 0), SHORTS),
+    "uint16 that is shared": (lambda r: tf.identity(SHORTS), SHORTS),
+    "uint16": (lambda r: tf.maximum(r, tf.constant(3, tf.uint16)) + r, SHORTS),
     "rounded": (tf.round, _normal(5, 3)),
     "floor and slope": (lambda r: tf.floor(r) * r, _normal(5, 3)),
     "stopped": (lambda r: tf.stop_gradient(r) * 2, _normal(5, 3)),
