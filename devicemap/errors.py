@@ -126,9 +126,8 @@ _CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
 
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the line of the user's code that called devicemap."""
-    import tensorflow as tf  # not by the command line's help
-
-    libraries = *(f"{Path(module).parent}{os.sep}" for module in (__file__, tf.__file__)), contextlib.__file__
+    modules = filter(None, map(sys.modules.get, ("devicemap", "tensorflow", "keras")))
+    libraries = *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in modules), contextlib.__file__
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         level, frame = level + 1, frame.f_back

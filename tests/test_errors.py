@@ -257,3 +257,9 @@ def test_a_warning_names_the_line_that_called_devicemap() -> None:
     with pytest.warns(RuntimeWarning, match="batch normalization in training needs the whole batch") as caught:
         eval(call, {"Pipeline": devicemap.Pipeline, "stage": stage})
     assert caught[0].filename == path
+    stage.compile("sgd", "mse", jit_compile=True)
+    with pytest.warns(RuntimeWarning, match="jit_compile=True") as caught:
+        eval(
+            compile("model.fit(x, x, verbose=0)", path, "eval"), {"model": devicemap.parallelize(stage), "x": X[:, :2]}
+        )
+    assert caught[0].filename == path

@@ -23,10 +23,14 @@ def graph_of(model: Any) -> Any:
 def nodes_of(graph: Any) -> list[Any]:
     """Return the nodes of a functional model, which are calls of layers and other ops, in the order in which Keras runs them.
 
-    A node has `operation`, `arguments` with the method `fill_in(tensors by id)`, and the list `outputs`.
+    A node has `operation`, `arguments` with the method `fill_in(tensors by id)`, and the list `outputs`. Calls of one depth are
+    in the order of the model's layers.
     """
-    by_depth = graph._nodes_by_depth
-    return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+    by_depth, places = graph._nodes_by_depth, {id(each): i for i, each in enumerate(graph.operations)}
+    depths = (
+        sorted(by_depth[depth], key=lambda node: places[id(node.operation)]) for depth in sorted(by_depth, reverse=True)
+    )
+    return [node for nodes in depths for node in nodes if not node.is_input]
 
 
 def begin_call(layers: Sequence[Any]) -> list[str]:

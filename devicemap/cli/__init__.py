@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DeviceMapError, OSError, ImportError) as error:
-        return _fail(options, f"error: {error}", 2 if isinstance(error, OptionError) else 1)
+        text = str(error).replace("batched=True", "--batched")
+        return _fail(options, f"error: {text}", 2 if isinstance(error, OptionError) else 1)
     except Exception as error:
         return _fail(options, f"error: {type(error).__name__}: {error} (--traceback shows the source line)", 1)
 

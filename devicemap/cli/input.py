@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,14 @@ def load_object(name: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        return pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
         module = os.path.relpath(name).replace(".py:", ":").replace("/", ".")
-        advice = f"; use {module}" if ".py:" in name else ""
+        advice = f"; use {module}" if ".py:" in name else "" if ":" in name else "; expected MODULE:FUNCTION"
         raise OptionError(f"{name}: {type(error).__name__}: {error}{advice}") from error
+    if isinstance(found, ModuleType):
+        raise OptionError(f"{name} is a module; expected MODULE:FUNCTION")
+    return found
 
 
 def read_input(path: str, batched: bool, batch_size: int | None) -> Input:

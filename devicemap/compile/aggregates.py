@@ -64,7 +64,9 @@ class Sum:
         self.dtype = self.narrow = dtype
 
     def _refuse(self, dtype: Any) -> None:
-        raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__.lower()}")
+        raise failure(
+            f"fn returns {dtype.name}, of which there is no {type(self).__name__.lower()}; let it return a number"
+        )
 
     @property
     def wide(self) -> Any:

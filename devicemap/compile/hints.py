@@ -132,7 +132,10 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
     elif from_keras:
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
     if is_layer and type(specs) is tuple and not advice:
-        yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
+        yield (
+            "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x), or train by "
+            "devicemap.parallelize"
+        )
     yield from advice
     if isinstance(specs, Mapping) and _OF_A_DICT.search(str(error)):
         yield "A row of this data is a dict: fn gets it as one argument, with the tensors under its keys"

@@ -38,7 +38,7 @@ def as_result(value: Any, path: str, batched: bool) -> Any:
     if batched and value.shape.rank == 0:
         raise failure(
             f"{path} of fn is a scalar; with batched=True fn must return as many rows as it is given, of shape "
-            "[rows, ...]. Set batched=False for a fn of one row"
+            "[rows, ...], for instance a loss for each row. Set batched=False for a fn of one row"
         )
     if batched and value.shape.rank and value.shape[0] is not None:
         raise failure(

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date, timedelta
 from itertools import chain
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,8 @@ def _hint(value: Any) -> str:
         return "; TensorFlow has no dtype for times: pass np.asarray(times, 'timedelta64[ns]').astype('int64')"
     if kind == "M" or (entries and isinstance(entries[0], date)):
         return "; TensorFlow has no dtype for times: pass np.asarray(times, 'datetime64[ns]').astype('int64')"
+    if entries and isinstance(entries[0], PathLike):
+        return "; make text of paths: [str(path) for path in paths]"
     if entries and isinstance(entries[0], Mapping):
         return "; a dict of columns has rows: {key: [row[key] for row in rows] for key in rows[0]}"
     if any(isinstance(entry, tf.RaggedTensor) for entry in entries):

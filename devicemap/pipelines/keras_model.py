@@ -88,7 +88,7 @@ class PipelineModel(keras.Model):
         self._find_layers(x)
         build_optimizer(self)
         scale = self.optimizer.scale_loss(tf.ones([]))
-        given = _with_tuples(x), _with_tuples(y), _with_tuples(weight)
+        given = _with_tuples(x), _with_tuples(y), self._weight(weight)
         value, gradients, outputs = self.pipe._differentiated(*given, scale, outputs=True)
         variables, known = self.pipe.trainable_variables, {id(variable) for variable in self.trainable_variables}
         if not known.issuperset(map(id, variables)):
@@ -112,15 +112,24 @@ class PipelineModel(keras.Model):
         """Return the loss, as in `train_step`. Keras would compute a function of all outputs for each output."""
         if self.pipe.loss is None or y is None or not self.pipe._losses.takes_all_outputs:
             return super().compute_loss(x, y, y_pred, sample_weight, **options)
-        loss = self.pipe.loss(_with_tuples(y), y_pred, sample_weight)
+        loss = self.pipe.loss(_with_tuples(y), y_pred, self._weight(sample_weight))
         loss *= 1.0 if self.pipe._losses.factors is None else self.pipe._losses.factors
         return tf.add_n([loss, *(tf.cast(tf.reduce_sum(each), loss.dtype) for each in self.losses)])
+
+    def _weight(self, given: Any) -> Any:
+        """Return the weights of the loss. Keras repeats one tensor of weights for each of several targets."""
+        if not (tf.nest.is_nested(given) and self.pipe._losses.takes_all_outputs):
+            return _with_tuples(given)
+        first, *others = tf.nest.flatten(given)
+        message = "sample_weight differs between outputs, and the loss is a function of all outputs"
+        with tf.control_dependencies([tf.debugging.assert_equal(other, first, message) for other in others]):
+            return tf.identity(first)
 
     def get_config(self) -> Any:
         """Raise an error: stages and devices have no configuration."""
         raise OptionError(
-            "a pipeline cannot be saved or cloned as a whole; use save_weights(), or copy_weights_to(model) of the stages of "
-            "split and save that model"
+            "a pipeline cannot be saved or cloned as a whole; use save_weights(), ModelCheckpoint(save_weights_only=True), or "
+            "copy_weights_to(model) of the stages of split and save that model"
         )
 
 

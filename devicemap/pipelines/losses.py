@@ -179,8 +179,8 @@ def as_loss(loss: Any) -> Any:
 
     try:
         found = keras.losses.get(loss)
-    except ValueError as error:
-        raise OptionError(f"loss={loss!r}; Keras has no loss of this name") from error
+    except ValueError:
+        found = None
     if not callable(found):
         raise OptionError(
             f"loss={loss!r}; expected a keras.losses.Loss, a function of (y, outputs), or the name of one"

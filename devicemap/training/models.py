@@ -112,11 +112,12 @@ def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: in
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
     for name in (*MAKERS, *METHODS):
         if name in vars(model) or has_own(model, name):
-            step = name.removeprefix("make_").replace("function", "step")
-            raise OptionError(
-                f"{model.name} has a {name} of its own, which parallelize would replace; "
-                + (f"override {step} instead" if name in MAKERS else "rename it")
-            )
+            advice = f"override {name.removeprefix('make_').replace('function', 'step')} instead"
+            if hasattr(model, "stage_layers"):
+                advice = "a Pipeline with replicas=2 trains two copies of its stages"
+            elif name in METHODS:
+                advice = "rename it"
+            raise OptionError(f"{model.name} has a {name} of its own, which parallelize would replace; {advice}")
     if accumulate > 1 and ("train_step" in vars(model) or has_own(model, "train_step")):
         raise OptionError(
             f"accumulate={accumulate} with {model.name}, which has a train_step of its own; accumulate needs that of "

@@ -337,7 +337,6 @@ def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.Cap
 
 MISTAKES = [
     (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
-    (["functions", "x.npy"], 2, "fn is of type module, not callable"),
     (["functions.py:double", "x.npy"], 2, "is not a package; use functions:double"),
     (["./functions.py:double", "x.npy"], 2, "; use functions:double"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
@@ -345,7 +344,9 @@ MISTAKES = [
     (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
     (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
     (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
-    (["functions:double", "functions:numbers", "--batched"], 1, "but batched=True takes batches of rows"),
+    (["functions:double", "functions:numbers", "--batched"], 1, "but --batched takes batches of rows"),
+    (["functions", "x.npy"], 2, "functions is a module; expected MODULE:FUNCTION"),
+    (["function", "x.npy"], 2, "No module named 'function'; expected MODULE:FUNCTION"),
     (["functions:broken", "x.npy"], 1, "fn could not be traced"),
     (["nothing:is_called", "x.npy", "--out", ""], 2, "--out is empty; expected a file or a directory"),
     (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),

@@ -407,6 +407,11 @@ def test_fit_and_evaluate_with_a_loss_of_all_outputs(devices: list[str]) -> None
     targets = (x, x[:, :2])
     assert_close(fitted.fit(x, targets, verbose=0).history["loss"], [wanted])
     assert_close(fitted.evaluate(x, targets, verbose=0), wanted)
+    whole, doubled = np.full(len(x), 2.0, "f"), {"verbose": 0, "batch_size": len(x)}
+    assert_close(fitted.fit(x, targets, sample_weight=whole, **doubled).history["loss"], [2 * wanted])
+    assert_close(fitted.evaluate(x, targets, sample_weight=whole, **doubled), 2 * wanted)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="differs between outputs"):
+        fitted.fit(x, targets, sample_weight=(whole, weights), **doubled)
 
 
 def two_outputs(as_dict: bool) -> Any:

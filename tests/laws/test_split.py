@@ -333,6 +333,16 @@ def test_a_model_that_does_not_have_the_stages_is_warned_of(devices: list[str]) 
         piped.fit(x, x, verbose=0)
 
 
+def test_layers_keep_their_order(devices: list[str]) -> None:
+    given = keras.Input([4])
+    hidden = dense()(given)
+    model = keras.Model(given, [dense()(hidden), dense()(hidden)])
+    piped = Pipeline(split(model, 2, "bytes", devices), devices).as_model()
+    model.set_weights([tf.random.normal(weight.shape) for weight in model.get_weights()])
+    piped.set_weights(model.get_weights())
+    assert_close([*piped(x)], [*model(x)])
+
+
 def test_weights_are_copied_to_all_layers_or_none(devices: list[str]) -> None:
     stages = split(chain(dense(), dense()), 2, "bytes", devices)
     other = chain(dense(), dense(3))
