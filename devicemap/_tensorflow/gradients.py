@@ -162,13 +162,19 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     return placed
 
 
+_takes_functions: dict[str, bool] = {}
+"""Whether ops of a type call functions. TensorFlow parses the definition of an op at each access."""
+
+
 def _bring_inputs(op: Any) -> None:
     """Copy arguments of the graph, except variables, to the current device before a loop or a call of a function takes them.
 
     TensorFlow passes a TensorList to a function on the first device. A loop then fetches the list from there in each step
     (test_backward_work_runs_where_the_forward_work_ran).
     """
-    if not any(attribute.type == "func" for attribute in op.op_def.attr):
+    if op.type not in _takes_functions:
+        _takes_functions[op.type] = any(attribute.type == "func" for attribute in op.op_def.attr)
+    if not _takes_functions[op.type]:
         return
     for i, tensor in enumerate(op.inputs):
         if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
