@@ -61,7 +61,7 @@ def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.OF_ROWS) -> li
     TensorFlow would add them on the device of the gradient function
     (test_gradients_of_several_users_are_added_on_the_current_device).
     """
-    if tf.executing_eagerly():
+    if count == 1 or tf.executing_eagerly():
         return [value] * count
     with _unrecorded():
         copies = tf.raw_ops.IdentityN(input=[value] * count)

@@ -42,6 +42,7 @@ Policy = Callable[[Any, Converter | None], Any]
 """`(given, converter)` -> the results of an op. `converter` is the one of its type, or `None`."""
 
 NO_TILE = "needs a tensor of uint16 for each row, and TensorFlow cannot repeat it"
+"""Why calls that take a tensor of uint16 which rows share run row by row: the op Tile has no kernel."""
 
 _converting = threading.RLock()
 """Held while ops have converters of devicemap."""

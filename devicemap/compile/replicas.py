@@ -295,7 +295,8 @@ def send_along_tree(value: Any, home: str, devices: Sequence[str], kind: Lookups
     for node, place in enumerate(nodes):
         children = range(_CHILDREN * node + 1, min(_CHILDREN * node + _CHILDREN + 1, len(nodes)))
         with tf.device(home if place is None else devices[place]):
-            copies = iter(fanned_out(tf.identity(arriving[node]), len(children) + (place is not None), kind))
+            count = len(children) + (place is not None)
+            copies = iter(fanned_out(arriving[node], count, kind) if count > 1 else [tf.identity(arriving[node])])
             if place is not None:
                 found[place] = next(copies)
         for child in children:

@@ -38,9 +38,8 @@ _MOST_ELEMENTS = 64
 _FREE = frozenset("Const Identity NoOp Placeholder".split())
 """Types of ops that take no time."""
 
-
-_FOR_OTHERS = frozenset(["StatelessRandomGetKeyCounter"])
-"""Types of ops whose results are for ops that run row by row, too, if the seed differs between rows."""
+_BEFORE_OTHERS = frozenset(["StatelessRandomGetKeyCounter"])
+"""Types of ops whose results other ops without a vectorised form take. They run in the same loop over rows."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +206,8 @@ def _calls_for(last: Sequence[RowCall]) -> list[RowCall]:
 
 
 def _is_stackable(op: Any) -> bool:
-    """Whether the results have the same shape for each row, and other ops than those of a loop over rows may take them."""
-    return op.type not in _FOR_OTHERS and all(output.shape.is_fully_defined() for output in op.outputs)
+    """Whether the results have the same shape for each row, so that other ops than those of the loop can take them."""
+    return op.type not in _BEFORE_OTHERS and all(output.shape.is_fully_defined() for output in op.outputs)
 
 
 def _is_small(op: Any) -> bool:

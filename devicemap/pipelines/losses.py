@@ -201,7 +201,7 @@ def as_loss(loss: Any) -> Any:
 
 
 def _of_one(loss: Any, outputs: Any, y: Any, *weight: Any) -> list[Any]:
-    """Return the sum of the elements of one loss for each row, and perhaps its divisor, as `loss_by_row`."""
+    """Return the sum of the elements of one loss for each row, and perhaps its divisor, as `Losses.by_row`."""
     losses: list[Any] = []
 
     def call(y_true: Any, y_pred: Any) -> Any:

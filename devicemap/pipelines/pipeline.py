@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -93,7 +93,7 @@ class Pipeline:
         self._output_device = choose_output_device(output_device)
         self.devices = tuple(device for lane in lanes for device in lane)
         self._warned = False
-        self._output_names = getattr(stages[-1], "output_names", ())
+        self._output_names = getattr(stages[-1], "output_names", None) or ()
         self._prepare(None if loss is None else Losses.of(loss, names=self._output_names))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
         if norms and microbatches * replicas > 1 and not self._setting.local:
@@ -103,7 +103,7 @@ class Pipeline:
                 RuntimeWarning,
             )
 
-    def _prepare(self, losses: Losses | None, clock: Clock | None = None) -> None:
+    def _prepare(self, losses: Any, clock: Clock | None = None) -> None:
         self._losses, self._last = losses, self._stages[-1]
         if losses is not None:
             self._last = self._last.with_losses(losses)
@@ -265,11 +265,9 @@ class Pipeline:
         if not tf.executing_eagerly():
             raise OptionError("report inside a tf.function; call it in eager code")
         timed = self._copy_with(self._losses, clock := Clock())
+        without_loss = y is None and sample_weight is None
         for _ in range(2):
-            if y is None and sample_weight is None:
-                timed(x)
-            else:
-                timed.value_and_gradients(x, y, sample_weight)
+            timed(x) if without_loss else timed.value_and_gradients(x, y, sample_weight)
         return PipelineReport(self.devices, clock.calls)
 
     def _called(self, batch: Batch) -> tuple[Any, Any]:
@@ -282,9 +280,7 @@ class Pipeline:
         """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
         run_beside_inputs(self.devices)
         compose = partial(Composition, [*self._stages[:-1], self._last], batch, self._setting)
-        made, value, gradients = differentiate(
-            cast(Losses, self._losses), compose, lambda: self.trainable_variables, batch.scale
-        )
+        made, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
         leaves = made.joined(self._output_device) if outputs else []
         return made.nest, (value, gradients, leaves)
 
