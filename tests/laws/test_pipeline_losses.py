@@ -441,6 +441,7 @@ OF_OUTPUTS: dict[str, tuple[bool, Any, Any, Any, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("case", OF_OUTPUTS)
 def test_losses_of_several_outputs(case: str, devices: list[str]) -> None:
     """Also their metrics, one for each output."""
