@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -82,16 +82,6 @@ class TracedStage:
     """Whether layers write variables other than seeds, as batch normalization does in training."""
 
 
-class LossesByRow(Protocol):
-    """The losses of the results of a stage (`losses.py`)."""
-
-    def by_row(self, outputs: Any, y: Any, *weight: Any) -> list[Any]:
-        """Return vectors `[rows]`."""
-
-    def check_rows(self, outputs: Any, y: Any) -> None:
-        """Raise `OptionError` if the loss of a row of these specs depends on other rows."""
-
-
 @dataclass(frozen=True)
 class Slot:
     """A stage on its device in a replica of the pipeline."""
@@ -113,13 +103,13 @@ class Slot:
 class Stage:
     """A function of batches, traced for its inputs."""
 
-    def __init__(self, k: int, function: Callable[..., Any], setting: Setting, losses: LossesByRow | None = None):
+    def __init__(self, k: int, function: Callable[..., Any], setting: Setting, losses: Any = None):
         """
         Args:
             k: its index.
             function: the function.
             setting: the options of the pipeline.
-            losses: those of its results. The stage takes its inputs and the tuple of targets.
+            losses: the `Losses` of its results, if there are any. The stage then takes its inputs and the tuple of targets.
         """
         self._k, self.function, self._setting, self._losses = k, function, setting, losses
         self.name = f"stage {k} of {setting.stages}{' with the loss' if losses else ''}"
@@ -146,8 +136,8 @@ class Stage:
                 f"{self.name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
             )
 
-    def with_losses(self, losses: LossesByRow) -> Stage:
-        """Return the stage with losses."""
+    def with_losses(self, losses: Any) -> Stage:
+        """Return the stage with `Losses`."""
         return Stage(self._k, self.function, self._setting, losses)
 
     def traced(self, given: Any, replica: int = 0) -> TracedStage:
