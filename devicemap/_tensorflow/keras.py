@@ -112,8 +112,8 @@ def batch_norms_of(model: Any) -> list[Any]:
 def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
     """Replace the mean and variance in batch normalizations by `combined(mean, variance, count, masked)` in this context.
 
-    The first three are of the rows of the call, `[channels]`, `[channels]` and a scalar. `masked`: whether the inputs have a
-    mask, with which Keras computes the variance in another way.
+    The first three are of the rows of the call, `[channels]`, `[channels]` and a scalar, which is proportional to the number of
+    values. `masked`: whether the inputs have a mask, with which Keras computes the variance in another way.
 
     Raises:
         AttributeError: Keras has renamed `_moments`; `batch_norm="local"` does not need it.
@@ -121,10 +121,13 @@ def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[
 
     def of(layer: Any) -> Callable[[Any, Any], Any]:
         def moments(inputs: Any, mask: Any) -> Any:
-            counted = tf.ones_like(inputs[..., :1]) if mask is None else tf.cast(mask, inputs.dtype)
-            # Keras returns scalars for one channel with a mask.
-            mean, variance = (tf.reshape(each, [-1]) for each in type(layer)._moments(layer, inputs, mask))
-            return combined(mean, variance, tf.reduce_sum(counted), mask is not None)
+            masked = mask is not None
+            # The size is an integer, so that no gradient is computed through the number of values.
+            count = tf.reduce_sum(tf.cast(mask, inputs.dtype)) if masked else tf.cast(tf.size(inputs), inputs.dtype)
+            mean, variance = type(layer)._moments(layer, inputs, mask)
+            if masked:  # Keras returns scalars for one channel
+                mean, variance = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+            return combined(mean, variance, count, masked)
 
         return moments
 

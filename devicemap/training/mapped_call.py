@@ -136,14 +136,19 @@ class MappedCall:
         def on_device(place: int) -> tuple[list[Any], list[Any]]:
             with tf.device(devices[place]):
                 shard = [tf.identity(leaf) for leaf in parts[place]]
-                results = copied(self._on_rows(shard, [tf.identity(value[place]) for value in values]))
+                results = copied(self._on_rows(shard, [value[place] for value in values]))
                 return results, self._counts(results)
 
         lockstep = Lockstep([partial(on_device, n) for n in range(len(devices))])
         with recomputing(forward.recomputed), meeting(batch_norms_of(forward.model), lockstep, real):
             results, counts = zip(*lockstep.run())
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
-            joined = [join(parts) for parts in zip(*map(copied, results))]
+            # All devices compute the same new values. TensorFlow would trace a gradient through them.
+            computed = self._passed.of_rows + len(self._passed.losses)
+            updates = [*map(tf.stop_gradient, results[0][computed:-1])]
+            shared = [each[:computed] + each[-1:] for each in results]
+            joined = [join(parts) for parts in zip(*map(copied, shared))]
+            joined[computed:computed] = updates
             returned = [tf.stack(each) for each in zip(*counts)]
             joined = with_row_counts_checked(joined, returned, sizes, self._layer.name)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
@@ -224,7 +229,10 @@ class MappedCall:
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
         for i in range(losses, len(others)):
             others[i] = tf.stop_gradient(others[i])  # it is assigned, and TensorFlow would trace a gradient
-        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
+        states = [*others, count_rows(rows[0])]
+        if self._survey.meets and self._microbatches == 1:  # each device has rows
+            return tensors, [state[None] for state in states]
+        return tensors, as_states(states, rows[0])
 
     def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:
         """Return a call that also returns the values of losses for its rows."""
@@ -256,8 +264,8 @@ class MappedCall:
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))
         for i, states in zip(self._passed.updated, updates):
             variable = self._states[i]
-            averaged = id(variable) in self._forward.averaged
-            variable.assign(_mean(states, shares) if averaged else states[0])
+            differ = id(variable) in self._forward.averaged and not self._survey.meets
+            variable.assign(_mean(states, shares) if differ else states[0])
         return outputs
 
 
