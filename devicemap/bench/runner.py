@@ -21,8 +21,8 @@ import tensorflow as tf
 from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch, rows_within
 from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
-from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, first_rows, take_rows
+from devicemap.data.shards import join
 from devicemap.data.sources import rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices

@@ -22,7 +22,7 @@ from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
-from devicemap.data.sharding import shard_rows
+from devicemap.data.shards import shard_rows
 from devicemap.data.structure import as_objects
 from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.errors import function_error

@@ -21,10 +21,10 @@ from devicemap._tensorflow.functions import (
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.replicas import Replicas
-from devicemap.compile.row_counts import row_counts, with_row_counts_checked
+from devicemap.compile.results import row_counts, with_row_counts_checked
 from devicemap.compile.trace import Traced
-from devicemap.data.join import join
 from devicemap.data.rows import HOST, cut_rows
+from devicemap.data.shards import join
 from devicemap.devices import kind_of
 
 

@@ -19,8 +19,8 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
 from devicemap.compile.trace import trace
-from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST, Rows, key_of
+from devicemap.data.shards import UNEVEN_ROWS
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on, task_device
 from devicemap.errors import DeviceError, DeviceMapError, OptionError, brief, function_error

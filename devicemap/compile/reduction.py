@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.compile.aggregates import AGGREGATES, Reducer, key_of
-from devicemap.data.join import join
 from devicemap.data.rows import count_rows, empty_rows, take_rows
+from devicemap.data.shards import join
 from devicemap.data.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
 from devicemap.errors import OptionError, failure
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, any_rows, as_rows, first_rows, take_rows
+from devicemap.data.shards import join
 from devicemap.data.structure import as_nodes, nodes_of
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import Shard

@@ -23,8 +23,8 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.invoke import interruptible
 from devicemap.compile.program import Program
-from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, first_rows, take_rows
+from devicemap.data.shards import join
 from devicemap.data.sources import rows_in_memory
 from devicemap.data.structure import as_nodes, map_nest
 from devicemap.devices import kind_of

@@ -13,9 +13,9 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.compile.graph_builder import copied, sizes_in_graph
-from devicemap.compile.row_counts import row_counts, with_row_counts_checked, with_static_rows
-from devicemap.data.join import join
+from devicemap.compile.results import row_counts, with_row_counts_checked, with_static_rows
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
+from devicemap.data.shards import join
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, error_text, function_error
 from devicemap.events import short_name

@@ -22,9 +22,9 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.program import Program
-from devicemap.compile.row_counts import check_row_counts
-from devicemap.data.join import join
+from devicemap.compile.results import check_row_counts
 from devicemap.data.rows import Rows, as_rows
+from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, DeviceMapError, OptionError, error_text, warn_user

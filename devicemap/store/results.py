@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
+from devicemap.data.shards import join
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
 from devicemap.events import FailedRow
 from devicemap.store.database import Header, StoredChunk, open_database, overlapping

@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.compile.compiled import CompiledMap
-from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows
+from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, DatasetSource, Source
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, error_text, warn_user
 from devicemap.events import Shard

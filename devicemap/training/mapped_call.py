@@ -24,9 +24,9 @@ from devicemap.compile.graph_builder import copied, depends_on, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
-from devicemap.compile.row_counts import with_row_counts_checked, with_static_rows
-from devicemap.data.join import join
+from devicemap.compile.results import with_row_counts_checked, with_static_rows
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
+from devicemap.data.shards import join
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph

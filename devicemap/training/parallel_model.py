@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of, traces_with_batches
 from devicemap.api import DeviceMap
-from devicemap.data.sharding import shard_sizes
+from devicemap.data.shards import shard_sizes
 from devicemap.data.structure import freeze
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, brief, function_error, warn_user

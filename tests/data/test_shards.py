@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.data.sharding import ROWS_PER_CORE, shard_rows
+from devicemap.data.shards import ROWS_PER_CORE, shard_rows
 
 counts = st.integers(0, 10_000)
 names = st.lists(st.integers(0, 5).map("/device:CPU:{}".format), min_size=1, max_size=12)
