@@ -143,16 +143,21 @@ class MappedCall:
         with recomputing(forward.recomputed), meeting(batch_norms_of(forward.model), lockstep, real):
             results, counts = zip(*lockstep.run())
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
-            # All devices compute the same new values. TensorFlow would trace a gradient through them.
-            computed = self._passed.of_rows + len(self._passed.losses)
-            updates = [*map(tf.stop_gradient, results[0][computed:-1])]
-            shared = [each[:computed] + each[-1:] for each in results]
-            joined = [join(parts) for parts in zip(*map(copied, shared))]
-            joined[computed:computed] = updates
+            joined = self._joined(results)
             returned = [tf.stack(each) for each in zip(*counts)]
             joined = with_row_counts_checked(joined, returned, sizes, self._layer.name)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
+
+    def _joined(self, results: Sequence[list[Any]]) -> list[Any]:
+        """Join the results of devices that compute the same new values, of which those of the first are taken."""
+        new = self._passed.of_rows + len(self._passed.losses)
+        *joined, counts = (join(parts) for parts in zip(*(copied([*each[:new], each[-1]]) for each in results)))
+        return [
+            *joined,
+            *map(tf.stop_gradient, results[0][new:-1]),
+            counts,
+        ]  # otherwise, their gradient would be traced
 
     def _sent(self, variable: Any, count: int) -> list[Any]:
         """Return the value of a variable on each of the first devices. A seed advances, and differs between devices."""
