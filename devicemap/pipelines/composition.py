@@ -78,7 +78,7 @@ class Composition:
 
     def __init__(self, stages: Sequence[Stage], batch: Batch, setting: Setting):
         self._batch = batch
-        given, traced = trace_in_turn(stages, batch.nest, batch.targets)
+        traced = trace_in_turn(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
         parts = self._count(traced, setting)
         with tf.device(HOST):
@@ -94,10 +94,10 @@ class Composition:
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
-            for slot in stage.slots(given[k], shares):
+            for slot in stage.slots(traced[k], shares):
                 for m in slot.share:
                     rows, targets = microbatches[m][:first_target], microbatches[m][first_target:]
-                    taken = [*([] if k else rows), *(targets if stage is stages[-1] else [])]
+                    taken = [*([] if k else rows), *(targets if traced[k].takes_targets else [])]
                     with tf.name_scope(f"stage_{k}_microbatch_{m}"):
                         results = calls.call(Step(k, m, False), slot, self.values[m], taken, some[m])
                     self.values[m] = results[: len(results) - len(traced[k].losses)]
@@ -184,18 +184,17 @@ class EagerGraphs:
 
         They do not run again if they have side effects, or if memory was short, which whole batches need more of.
         """
-        stages = [*self._stages[:-2], self._stages[-1 if batch.targets else -2]]
         first = len(tf.nest.flatten(batch.nest))
         values, targets = batch.tensors[:first], batch.tensors[first:]
-        traced = trace_in_turn(stages, batch.nest, batch.targets)[1]
+        traced = trace_in_turn(self._stages, batch.nest, batch.targets)
         repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
-        for stage, each in zip(stages, traced) if repeatable else ():
+        for stage, each in zip(self._stages, traced) if repeatable else ():
             device = stage.devices[0]
             try:
                 with tf.device(device):
-                    results = each.traced.concrete(*values, *(targets if stage is stages[-1] else []))
+                    results = each.traced.concrete(*values, *(targets if each.takes_targets else []))
             except Exception as found:
-                return f"{stage.name} on {short_name(device)}" if type(found) is type(error) else "a stage"
+                return f"{each.name} on {short_name(device)}" if type(found) is type(error) else "a stage"
             values = results[: len(results) - len(each.losses)]
         return "a stage"
 
@@ -220,7 +219,7 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss:
     microbatches = setting.microbatches
     if spec.rows is not None:
         microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
-    traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)[1]]
+    traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)]
     forward_first = run_in_turn(traces)
     orders = setting.orders(forward_first, [range(microbatches)])
     plans = []

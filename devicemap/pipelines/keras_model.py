@@ -25,7 +25,8 @@ class PipelineModel(keras.Model):
         self.pipe, self.stage_layers, self._default = pipe, layers, pipe._losses
         if pipe._output_names:
             self.output_names = pipe._output_names  # which Keras puts before the names of metrics
-        self.built, self.supports_jit = pipe._is_traced, False  # also for predict without compile
+        self.built = all(stage.knows_layers for stage in pipe._stages)
+        self.supports_jit = False  # also for predict without compile
 
     def compile(
         self, optimizer: Any = "rmsprop", loss: Any = None, loss_weights: Any = None, *arguments: Any, **options: Any

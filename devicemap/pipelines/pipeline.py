@@ -104,11 +104,10 @@ class Pipeline:
             )
 
     def _prepare(self, losses: Any, clock: Clock | None = None) -> None:
-        self._losses, self._last = losses, self._stages[-1]
-        if losses is not None:
-            self._last = self._last.with_losses(losses)
+        self._losses = losses
+        self._stages = [*self._stages[:-1], self._stages[-1].with_losses(losses)]
         self._setting = replace(self._setting, clock=clock)
-        self._graphs = EagerGraphs(self._setting, [*self._stages, self._last])
+        self._graphs = EagerGraphs(self._setting, self._stages)
 
     def _copy_with(self, losses: Losses | None, clock: Clock | None = None) -> Pipeline:
         """Return a pipeline of the same stages with other losses; `clock` times its calls."""
@@ -125,7 +124,7 @@ class Pipeline:
     def trainable_variables(self) -> list[Any]:
         """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
         known = {id(stored_in(v)) for model in self._models for v in model.variables}
-        functions = [stage for stage in (*self._stages, self._last) if not stage.is_layer]
+        functions = [stage for stage in self._stages if not stage.is_layer]
         captured = [v for stage in functions for v in stage.variables if v.trainable and id(stored_in(v)) not in known]
         found = [*(v for model in self._models for v in model.trainable_variables), *captured]
         return list({id(stored_in(variable)): variable for variable in found}.values())
@@ -133,7 +132,7 @@ class Pipeline:
     @property
     def _models(self) -> list[Any]:
         """The outermost layers of the stages, each once. Layers that functions call are known after the first call."""
-        found = [model for stage in (*self._stages, self._last) for model in stage.models]
+        found = [model for stage in self._stages for model in stage.models]
         return list({id(model): model for model in found}.values())
 
     @tf.autograph.experimental.do_not_convert
@@ -224,11 +223,6 @@ class Pipeline:
 
         return PipelineModel(self)
 
-    @property
-    def _is_traced(self) -> bool:
-        """Whether all layers of the stages are known."""
-        return all(stage.is_layer or stage.is_traced for stage in self._stages)
-
     def _trace(self, data: Any) -> None:
         """Trace the stages for a batch like `data`, in a graph or not."""
         trace_in_turn(self._stages, Batch.of(data).nest)
@@ -241,8 +235,7 @@ class Pipeline:
             raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
         batch = Batch.of(x, [each for each in (y, weight) if each is not None], scale)
         run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
-        in_mode = in_training if self._models or not self._is_traced else lambda run: run()
-        nest, (value, gradients, leaves) = in_mode(run)
+        nest, (value, gradients, leaves) = in_training(run)
         return value, gradients, packed(nest, leaves) if outputs else None
 
     def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:
@@ -279,7 +272,7 @@ class Pipeline:
     def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
         run_beside_inputs(self.devices)
-        compose = partial(Composition, [*self._stages[:-1], self._last], batch, self._setting)
+        compose = partial(Composition, self._stages, batch, self._setting)
         made, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
         leaves = made.joined(self._output_device) if outputs else []
         return made.nest, (value, gradients, leaves)
