@@ -20,7 +20,6 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import batch_norms_of, in_training, layers_of, stored_in
 from devicemap._tensorflow.keras_graphs import begin_call
-from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
@@ -30,7 +29,7 @@ from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, pla
 from devicemap.pipelines.losses import Losses, differentiate
 from devicemap.pipelines.microbatches import Clock
 from devicemap.pipelines.schedule import Setting, lanes_of
-from devicemap.pipelines.stages import Stage, packed, trace_in_turn
+from devicemap.pipelines.stages import Stage, packed
 
 
 class Pipeline:
@@ -223,17 +222,11 @@ class Pipeline:
 
         return PipelineModel(self)
 
-    def _trace(self, data: Any) -> None:
-        """Trace the stages for a batch like `data`, in a graph or not."""
-        trace_in_turn(self._stages, Batch.of(data).nest)
-
     def _differentiated(
         self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
     ) -> tuple[Any, list[Any], Any]:
         """Return the loss, its gradients times `scale`, and the outputs if they are wanted."""
-        if y is None:
-            raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
-        batch = Batch.of(x, [each for each in (y, weight) if each is not None], scale)
+        batch = Batch.of(x, [y] if weight is None else [y, weight], scale)
         run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
         nest, (value, gradients, leaves) = in_training(run)
         return value, gradients, packed(nest, leaves) if outputs else None
@@ -271,7 +264,6 @@ class Pipeline:
 
     def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
-        run_beside_inputs(self.devices)
         compose = partial(Composition, self._stages, batch, self._setting)
         made, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
         leaves = made.joined(self._output_device) if outputs else []
