@@ -91,7 +91,6 @@ class Pipeline:
         self._stages = [Stage(k, stage, self._setting) for k, stage in enumerate(stages)]
         self._output_device = choose_output_device(output_device)
         self.devices = tuple(device for lane in lanes for device in lane)
-        self._warned = False
         self._output_names = getattr(stages[-1], "output_names", None) or ()
         self._prepare(None if loss is None else Losses.of(loss, names=self._output_names))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
@@ -150,8 +149,7 @@ class Pipeline:
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         batch = Batch.of(data)
         late = self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording()
-        if late and not self._warned:
-            self._warned = True
+        if late:
             warn_user(
                 "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
                 "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
