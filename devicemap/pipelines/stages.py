@@ -192,7 +192,7 @@ class Stage:
             if first.audit.keeps_state(differentiable=True):
                 traces = [self._trace(stage.given, next(self._streams)).traced for _ in share]
             else:
-                traces = [self.traced(stage.given, r).traced] * len(share)
+                traces = [(self.traced(stage.given, r) if r else stage).traced] * len(share)
             slots.append(Slot(device, share, traces, *captures[r]))
         return slots
 
