@@ -19,6 +19,9 @@ from devicemap.pipelines.layers import LayerCall
 _ROWS = 32
 """Rows of the batch on which layers are compared and timed. The number also replaces unknown dimensions."""
 
+_FEW_ROWS = 8
+"""Rows that are compared with half of them. They may be images, and the function a network."""
+
 _TIMES = 5
 """Number of timings of a layer."""
 
@@ -48,9 +51,7 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
             )
 
 
-def check_rows_are_independent(
-    name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str, rows: int = _ROWS
-) -> None:
+def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str) -> None:
     """Compare the results of a function for some rows with those for half of the rows.
 
     Args:
@@ -58,7 +59,6 @@ def check_rows_are_independent(
         run: the function, of a list of tensors.
         given: symbolic tensors or specs of its arguments.
         advice: what to do if it mixes rows.
-        rows: the number of rows.
 
     Raises:
         OptionError: a row of a result depends on other rows of the arguments.
@@ -70,10 +70,10 @@ def check_rows_are_independent(
     def made(count: int) -> list[Any]:
         with keras.StatelessScope():
             results = run([tensor[:count] for tensor in whole])
-        return [tensor[: rows // 2] for tensor in tf.nest.flatten(results)]
+        return [tensor[: _FEW_ROWS // 2] for tensor in tf.nest.flatten(results)]
 
     try:
-        first, again, half = made(rows), made(rows), made(rows // 2)
+        first, again, half = made(_FEW_ROWS), made(_FEW_ROWS), made(_FEW_ROWS // 2)
     except Exception:  # the function may refuse random arguments, such as indices out of range
         return
     if difference := _difference("a result", half, first, again, 0.03):  # more than rounding, also of 16-bit floats

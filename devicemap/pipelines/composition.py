@@ -40,8 +40,8 @@ class Batch:
     targets: tuple[Any, ...]
     """The specs of targets, which the last stage takes as a second argument."""
 
-    tensors: Sequence[Any]
-    """The leaves of the rows, and then of the targets."""
+    tensors: tuple[Sequence[Any], Sequence[Any]]
+    """The leaves of the rows, and those of the targets."""
 
     least: int | None
     """The least number of rows, if it is known."""
@@ -61,7 +61,8 @@ class Batch:
         """
         rows = as_rows(_NAMED[len(targets)](noted(data), *targets) if targets else noted(data))
         nest, *others = rows.specs if targets else (rows.specs,)
-        return cls(nest, tuple(others), rows.leaves, rows.count, scale, rows.key)
+        count = len(tf.nest.flatten(nest))
+        return cls(nest, tuple(others), (rows.leaves[:count], rows.leaves[count:]), rows.count, scale, rows.key)
 
 
 class Composition:
@@ -78,26 +79,25 @@ class Composition:
 
     def __init__(self, stages: Sequence[Stage], batch: Batch, setting: Setting):
         self._batch = batch
-        given, traced = trace_in_turn(stages, batch.nest, batch.targets)
+        run_beside_inputs(device for devices in setting.devices for device in devices)
+        traced = trace_in_turn(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
         parts = self._count(traced, setting)
         with tf.device(HOST):
-            self.sizes = sizes_in_graph(count_rows(batch.tensors[0]), parts)
-            microbatches = self._cut(batch.tensors)
+            self.sizes = sizes_in_graph(count_rows(batch.tensors[0][0]), parts)
+            rows, targets = map(self._cut, batch.tensors)
         known = batch.least is not None and batch.least >= parts
         some = [known or self.sizes[m] > 0 for m in range(parts)]
         # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
         replicas = min(len(setting.devices), parts)
         shares = [range(*pair) for pair in pairwise(-(-r * parts // replicas) for r in range(replicas + 1))]
         calls = Calls(setting.orders(self._forward_first(traced), shares), setting.clock)
-        first_target = len(tf.nest.flatten(batch.nest))
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
-            for slot in stage.slots(given[k], shares):
+            for slot in stage.slots(traced[k], shares):
                 for m in slot.share:
-                    rows, targets = microbatches[m][:first_target], microbatches[m][first_target:]
-                    taken = [*([] if k else rows), *(targets if stage is stages[-1] else [])]
+                    taken = [*([] if k else rows[m]), *(targets[m] if traced[k].takes_targets else [])]
                     with tf.name_scope(f"stage_{k}_microbatch_{m}"):
                         results = calls.call(Step(k, m, False), slot, self.values[m], taken, some[m])
                     self.values[m] = results[: len(results) - len(traced[k].losses)]
@@ -140,7 +140,7 @@ class Composition:
             leaves = [*zip(*there)]
             counts = [*map(row_counts, leaves)]
             checked = with_row_counts_checked([*map(join, leaves)], counts, self.sizes)
-            return [with_static_rows(leaf, self._batch.tensors[0].shape[0]) for leaf in checked]
+            return [with_static_rows(leaf, self._batch.tensors[0][0].shape[0]) for leaf in checked]
 
 
 class EagerGraphs:
@@ -161,9 +161,7 @@ class EagerGraphs:
                     "a Pipeline inside a function that XLA compiles, which is for one device; set jit_compile=False, also in "
                     "compile() of a Keras model that calls it"
                 )
-            made = build(batch)
-            run_beside_inputs(self._devices)
-            return made
+            return build(batch)
         try:
             settle(self._devices)
             parts = self._setting.microbatches * len(self._setting.devices)
@@ -184,18 +182,16 @@ class EagerGraphs:
 
         They do not run again if they have side effects, or if memory was short, which whole batches need more of.
         """
-        stages = [*self._stages[:-2], self._stages[-1 if batch.targets else -2]]
-        first = len(tf.nest.flatten(batch.nest))
-        values, targets = batch.tensors[:first], batch.tensors[first:]
-        traced = trace_in_turn(stages, batch.nest, batch.targets)[1]
+        values, targets = batch.tensors
+        traced = trace_in_turn(self._stages, batch.nest, batch.targets)
         repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
-        for stage, each in zip(stages, traced) if repeatable else ():
+        for stage, each in zip(self._stages, traced) if repeatable else ():
             device = stage.devices[0]
             try:
                 with tf.device(device):
-                    results = each.traced.concrete(*values, *(targets if stage is stages[-1] else []))
+                    results = each.traced.concrete(*values, *(targets if each.takes_targets else []))
             except Exception as found:
-                return f"{stage.name} on {short_name(device)}" if type(found) is type(error) else "a stage"
+                return f"{each.name} on {short_name(device)}" if type(found) is type(error) else "a stage"
             values = results[: len(results) - len(each.losses)]
         return "a stage"
 
@@ -204,14 +200,14 @@ class EagerGraphs:
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
-        facts, clock, like = list[Any](), self._setting.clock, replace(batch, tensors=(), scale=None)
+        facts, clock, like = list[Any](), self._setting.clock, replace(batch, tensors=((), ()), scale=None)
 
         def run(tensors: Any, scale: Any) -> Any:
             found, made = build(replace(like, tensors=tensors, scale=scale))
             facts.append(found)
             return made, clock.times if clock else None
 
-        signature = (tuple(map(spec_of, batch.tensors)), tf.TensorSpec([], tf.float32))
+        signature = (tf.nest.map_structure(spec_of, batch.tensors), tf.TensorSpec([], tf.float32))
         return tf.function(run, autograph=False, input_signature=signature), facts
 
 
@@ -220,7 +216,7 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss:
     microbatches = setting.microbatches
     if spec.rows is not None:
         microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
-    traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)[1]]
+    traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)]
     forward_first = run_in_turn(traces)
     orders = setting.orders(forward_first, [range(microbatches)])
     plans = []

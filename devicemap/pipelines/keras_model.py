@@ -8,8 +8,11 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras_graphs import build_optimizer
+from devicemap.data.rows import any_rows
 from devicemap.errors import OptionError, warn_user
+from devicemap.pipelines.composition import Batch
 from devicemap.pipelines.losses import Losses
+from devicemap.pipelines.stages import trace_in_turn
 
 
 class PipelineModel(keras.Model):
@@ -25,7 +28,8 @@ class PipelineModel(keras.Model):
         self.pipe, self.stage_layers, self._default = pipe, layers, pipe._losses
         if pipe._output_names:
             self.output_names = pipe._output_names  # which Keras puts before the names of metrics
-        self.built, self.supports_jit = pipe._is_traced, False  # also for predict without compile
+        self.built = all(stage.knows_layers for stage in pipe._stages)
+        self.supports_jit = False  # also for predict without compile
 
     def compile(
         self, optimizer: Any = "rmsprop", loss: Any = None, loss_weights: Any = None, *arguments: Any, **options: Any
@@ -58,11 +62,8 @@ class PipelineModel(keras.Model):
         if self.built:
             return
         inputs = _with_tuples(inputs)
-        if any(isinstance(leaf, keras.KerasTensor) for leaf in tf.nest.flatten(inputs)):  # in a functional model
-            specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), inputs)
-            tf.function(self.pipe._trace, autograph=False).get_concrete_function(specs)
-        else:
-            self.pipe._trace(inputs)
+        symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tf.nest.flatten(inputs))  # in a functional model
+        trace_in_turn(self.pipe._stages, tf.nest.map_structure(any_rows, inputs) if symbolic else Batch.of(inputs).nest)
         if _scaled_policy(self.pipe._models) not in (None, self.dtype_policy):
             raise OptionError(
                 "functions of the pipeline call layers of mixed_float16, for which Keras scales losses; call pipe.explain(x) "

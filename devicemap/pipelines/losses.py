@@ -22,9 +22,6 @@ from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
 from devicemap.pipelines.stages import packed
 
-_ROWS = 8
-"""Rows on which losses are compared. They may be images, and the loss a network."""
-
 _OF_ONE_ROW = (
     "binary_crossentropy binary_focal_crossentropy categorical_crossentropy categorical_focal_crossentropy "
     "categorical_generalized_cross_entropy categorical_hinge cosine_similarity ctc huber kl_divergence log_cosh "
@@ -130,7 +127,7 @@ class Losses:
         advice = "compute such a loss outside of the pipeline, or with microbatches=1"
         with tf.init_scope():
             if tf.executing_eagerly():
-                check_rows_are_independent(f"the loss {name}", run, [*map(copy, specs)], advice, _ROWS)
+                check_rows_are_independent(f"the loss {name}", run, [*map(copy, specs)], advice)
 
     def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
         """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights.

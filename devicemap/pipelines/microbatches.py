@@ -47,7 +47,7 @@ class Calls:
         """The ops of the rows of a microbatch that are copied to a stage."""
         self._gradients: defaultdict[Any, dict[int, list[Any]]] = defaultdict(dict)
         self._functions: dict[Any, Any] = {}
-        """What microbatches call, by device and trace, which no two stages share. So each has one backward pass."""
+        """What microbatches call, by trace, which no two devices share. So each has one backward pass."""
 
     def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
         """Return the results of a stage for a microbatch.
@@ -72,11 +72,10 @@ class Calls:
         with tf.device(slot.device), tf.control_dependencies(slot.assigned):
             leaves = self._begin(step, slot, [*values, *rows])
             self._arrivals.setdefault(m, ops_of(leaves)[0])
-            key = slot.device, traced.concrete, some is True
-            if key not in self._functions:
+            if traced.concrete not in self._functions:
                 call = with_captures(traced.concrete, slot.captures) if slot.captures else traced.concrete
-                self._functions[key] = call if some is True else _on_some(traced, call)
-            function = self._functions[key]
+                self._functions[traced.concrete] = call if some is True else _on_some(traced, call)
+            function = self._functions[traced.concrete]
             call, arguments = unchained(function, leaves if some is True else [some, *leaves])
             begin_backward_on(slot.device, call)
             results = list(call(*arguments))

@@ -20,7 +20,6 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import batch_norms_of, in_training, layers_of, stored_in
 from devicemap._tensorflow.keras_graphs import begin_call
-from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
@@ -30,7 +29,7 @@ from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, pla
 from devicemap.pipelines.losses import Losses, differentiate
 from devicemap.pipelines.microbatches import Clock
 from devicemap.pipelines.schedule import Setting, lanes_of
-from devicemap.pipelines.stages import Stage, packed, trace_in_turn
+from devicemap.pipelines.stages import Stage, packed
 
 
 class Pipeline:
@@ -92,7 +91,6 @@ class Pipeline:
         self._stages = [Stage(k, stage, self._setting) for k, stage in enumerate(stages)]
         self._output_device = choose_output_device(output_device)
         self.devices = tuple(device for lane in lanes for device in lane)
-        self._warned = False
         self._output_names = getattr(stages[-1], "output_names", None) or ()
         self._prepare(None if loss is None else Losses.of(loss, names=self._output_names))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
@@ -104,11 +102,10 @@ class Pipeline:
             )
 
     def _prepare(self, losses: Any, clock: Clock | None = None) -> None:
-        self._losses, self._last = losses, self._stages[-1]
-        if losses is not None:
-            self._last = self._last.with_losses(losses)
+        self._losses = losses
+        self._stages = [*self._stages[:-1], self._stages[-1].with_losses(losses)]
         self._setting = replace(self._setting, clock=clock)
-        self._graphs = EagerGraphs(self._setting, [*self._stages, self._last])
+        self._graphs = EagerGraphs(self._setting, self._stages)
 
     def _copy_with(self, losses: Losses | None, clock: Clock | None = None) -> Pipeline:
         """Return a pipeline of the same stages with other losses; `clock` times its calls."""
@@ -125,7 +122,7 @@ class Pipeline:
     def trainable_variables(self) -> list[Any]:
         """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
         known = {id(stored_in(v)) for model in self._models for v in model.variables}
-        functions = [stage for stage in (*self._stages, self._last) if not stage.is_layer]
+        functions = [stage for stage in self._stages if not stage.is_layer]
         captured = [v for stage in functions for v in stage.variables if v.trainable and id(stored_in(v)) not in known]
         found = [*(v for model in self._models for v in model.trainable_variables), *captured]
         return list({id(stored_in(variable)): variable for variable in found}.values())
@@ -133,7 +130,7 @@ class Pipeline:
     @property
     def _models(self) -> list[Any]:
         """The outermost layers of the stages, each once. Layers that functions call are known after the first call."""
-        found = [model for stage in (*self._stages, self._last) for model in stage.models]
+        found = [model for stage in self._stages for model in stage.models]
         return list({id(model): model for model in found}.values())
 
     @tf.autograph.experimental.do_not_convert
@@ -152,8 +149,7 @@ class Pipeline:
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         batch = Batch.of(data)
         late = self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording()
-        if late and not self._warned:
-            self._warned = True
+        if late:
             warn_user(
                 "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
                 "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
@@ -224,25 +220,13 @@ class Pipeline:
 
         return PipelineModel(self)
 
-    @property
-    def _is_traced(self) -> bool:
-        """Whether all layers of the stages are known."""
-        return all(stage.is_layer or stage.is_traced for stage in self._stages)
-
-    def _trace(self, data: Any) -> None:
-        """Trace the stages for a batch like `data`, in a graph or not."""
-        trace_in_turn(self._stages, Batch.of(data).nest)
-
     def _differentiated(
         self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
     ) -> tuple[Any, list[Any], Any]:
         """Return the loss, its gradients times `scale`, and the outputs if they are wanted."""
-        if y is None:
-            raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
-        batch = Batch.of(x, [each for each in (y, weight) if each is not None], scale)
+        batch = Batch.of(x, [y] if weight is None else [y, weight], scale)
         run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
-        in_mode = in_training if self._models or not self._is_traced else lambda run: run()
-        nest, (value, gradients, leaves) = in_mode(run)
+        nest, (value, gradients, leaves) = in_training(run)
         return value, gradients, packed(nest, leaves) if outputs else None
 
     def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:
@@ -278,8 +262,7 @@ class Pipeline:
 
     def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
-        run_beside_inputs(self.devices)
-        compose = partial(Composition, [*self._stages[:-1], self._last], batch, self._setting)
+        compose = partial(Composition, self._stages, batch, self._setting)
         made, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
         leaves = made.joined(self._output_device) if outputs else []
         return made.nest, (value, gradients, leaves)

@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,12 @@ def packed(nest: Any, leaves: Sequence[Any]) -> Any:
 class TracedStage:
     """A stage, traced for its inputs. It returns the leaves of `nest`, and then a vector `[rows]` for each of `losses`."""
 
+    name: str
+    """Its name in error messages."""
+
+    given: tuple[Any, ...]
+    """The specs of its inputs, a nest. If it computes the loss of the pipeline, then also those of the targets."""
+
     traced: Traced
     nest: Any
     """The specs of its results."""
@@ -80,6 +87,11 @@ class TracedStage:
 
     mixes_rows: bool
     """Whether layers write variables other than seeds, as batch normalization does in training."""
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether it computes the loss of the pipeline."""
+        return len(self.given) > 1
 
 
 @dataclass(frozen=True)
@@ -103,19 +115,19 @@ class Slot:
 class Stage:
     """A function of batches, traced for its inputs."""
 
-    def __init__(self, k: int, function: Callable[..., Any], setting: Setting, losses: Any = None):
+    def __init__(self, k: int, function: Callable[..., Any], setting: Setting):
         """
         Args:
             k: its index.
             function: the function.
             setting: the options of the pipeline.
-            losses: the `Losses` of its results, if there are any. The stage then takes its inputs and the tuple of targets.
         """
-        self._k, self.function, self._setting, self._losses = k, function, setting, losses
-        self.name = f"stage {k} of {setting.stages}{' with the loss' if losses else ''}"
+        self._k, self.function, self._setting = k, function, setting
+        self._losses: Any = None
+        self._name = f"stage {k} of {setting.stages}"
         self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
-        self.is_layer, self.is_traced = bool(layers_of(function)), False
+        self.is_layer = self.knows_layers = bool(layers_of(function))
         self.models: list[Any] = []
         """The Keras layer or model of the stage, if it is one; otherwise the outermost layers that its traces call."""
         self.layers: list[Any] = []
@@ -133,15 +145,17 @@ class Stage:
         self.layers = [layer for model in self.models for layer in layers_of(model)]
         if path := next((v.path for model in self.models for v in model.variables if v.overwrite_with_gradient), None):
             raise OptionError(
-                f"{self.name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
+                f"{self._name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
             )
 
     def with_losses(self, losses: Any) -> Stage:
-        """Return the stage with `Losses`."""
-        return Stage(self._k, self.function, self._setting, losses)
+        """Return the stage with these `Losses` of its results. They are computed if it is traced with targets."""
+        stage = copy(self)
+        stage._losses, stage._known = losses, {}
+        return stage
 
-    def traced(self, given: Any, replica: int = 0) -> TracedStage:
-        """Return the trace for a nest of specs in a replica.
+    def traced(self, given: tuple[Any, ...], replica: int = 0) -> TracedStage:
+        """Return the trace for the specs of the inputs, and perhaps of targets, in a replica.
 
         Raises:
             FunctionError: the function cannot be traced, or does not return rows.
@@ -157,12 +171,12 @@ class Stage:
                 self._known[key, state_of(self)] = stage  # of layers that the trace has found, too
         return stage
 
-    def slots(self, given: Any, shares: Sequence[range]) -> list[Slot]:
-        """Return the stage in each replica, in the graph that is being built.
+    def slots(self, stage: TracedStage, shares: Sequence[range]) -> list[Slot]:
+        """Return the traced stage in each replica, in the graph that is being built.
 
         The first replica has the variables. The other replicas get their values once in each call.
         """
-        first = self.traced(given).traced
+        first = stage.traced
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
         if len(shares) > 1:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables
@@ -176,35 +190,35 @@ class Stage:
         slots = []
         for r, (device, share) in enumerate(zip(self.devices, shares)):
             if first.audit.keeps_state(differentiable=True):
-                traces = [self._trace(given, next(self._streams)).traced for _ in share]
+                traces = [self._trace(stage.given, next(self._streams)).traced for _ in share]
             else:
-                traces = [self.traced(given, r).traced] * len(share)
+                traces = [(self.traced(stage.given, r) if r else stage).traced] * len(share)
             slots.append(Slot(device, share, traces, *captures[r]))
         return slots
 
-    def _trace(self, given: Any, stream: Stream | None = None, builds: bool = True) -> TracedStage:
+    def _trace(self, given: tuple[Any, ...], stream: Stream | None = None, builds: bool = True) -> TracedStage:
         """Trace the stage; `builds`: again if the trace has built layers."""
         losses: list[tuple[Any, bool]] = []
         key = object()  # no trace of a `tf.function` has it, so that functions that the stage calls are traced again
-
-        has_notes = any(node.kind is Noted for node in nodes_of(given))
-        specs = tuple(tf.nest.flatten(given)) if has_notes else given
+        has_targets, has_notes = len(given) > 1, any(node.kind is Noted for node in nodes_of(given))
+        specs = given if has_targets else given[0]
+        if has_notes:  # a `tf.function` drops attributes of its arguments
+            specs = tuple(tf.nest.flatten(given))
+        name = f"{self._name}{' with the loss' if has_targets else ''}"
 
         def run(*arguments: Any) -> Any:
             used.losses.clear()
-            if has_notes:  # a `tf.function` drops attributes of its arguments
-                arguments = _as_arguments(packed(given, arguments))
-            targets: Any = ()
-            if self._losses is not None:
-                nest, targets = arguments
-                arguments = _as_arguments(nest)
+            if has_notes:
+                arguments = packed(given, arguments)
+            nest, *targets = arguments if has_notes or has_targets else (arguments,)
+            arguments = nest if type(nest) is tuple else (nest,)
             passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
             with tracing_again(key):
                 return self._with_losses(self.function(*passed), arguments, targets, used.losses, losses)
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
-            if self._losses is None:
+            if not has_targets:
                 function.__signature__ = inspect.signature(self.function)  # for error messages
         with observing() as used:
             try:
@@ -215,8 +229,8 @@ class Stage:
                 text = str(error)
                 if error.__cause__ is None:  # an error of devicemap, to which autograph adds a traceback
                     text = text.rpartition("FunctionError: ")[2].strip()
-                raise function_error(f"{self.name}{source}: {text}", original) from original
-        self.is_traced = True
+                raise function_error(f"{name}{source}: {text}", original) from original
+        self.knows_layers = True
         if used.builds and builds:  # while Keras builds layers, it changes the training mode
             return self._trace(given, stream, builds=False)
         if not self.is_layer:
@@ -229,9 +243,9 @@ class Stage:
         mixes_rows = any(id(handle) in handles for handle in _written(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         parts = self._setting.microbatches * len(self._setting.devices)
-        if self._losses is not None and parts > 1 and not traced.audit.acts:
-            self._losses.check_rows(nest, given[1][0])
-        return TracedStage(traced, nest, tuple(losses), mixes_rows)
+        if has_targets and parts > 1 and not traced.audit.acts:
+            self._losses.check_rows(nest, given[1])
+        return TracedStage(name, given, traced, nest, tuple(losses), mixes_rows)
 
     def _takes_list(self, count: int) -> bool:
         """Whether the stage is a functional model of this number of inputs, which takes them as a list."""
@@ -243,7 +257,7 @@ class Stage:
         self, results: Any, arguments: Any, targets: Any, added: Any, losses: list[tuple[Any, bool]]
     ) -> Any:
         """Return the results of a call, and vectors of the losses, if there are any. Fill `losses`."""
-        vectors = [] if self._losses is None else self._losses.by_row(results, *targets)
+        vectors = self._losses.by_row(results, *targets) if targets else []
         losses[:] = [(None, True)] * len(vectors)
         rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
         for layer, loss in added:
@@ -270,10 +284,6 @@ class Stage:
         return (results, tuple(vectors)) if vectors else results
 
 
-def _as_arguments(nest: Any) -> tuple[Any, ...]:
-    return nest if type(nest) is tuple else (nest,)
-
-
 def _written(traced: Traced) -> list[Any]:
     """Return the captured handles that a function writes."""
     pairs = zip(traced.captures, traced.audit.treatments)
@@ -290,18 +300,13 @@ def state_of(*stages: Stage) -> tuple[Any, ...]:
     return (is_training() if models else None, *trainable.items())
 
 
-def trace_in_turn(stages: Sequence[Stage], nest: Any, targets: Any = ()) -> tuple[list[Any], list[TracedStage]]:
-    """Trace each stage for the results of the stage before it; the first one for a nest of specs, the last one with `targets`.
-
-    Returns:
-        Specs of the inputs of each stage, and the traced stages.
-    """
-    given, traced = list[Any](), list[TracedStage]()
+def trace_in_turn(stages: Sequence[Stage], nest: Any, targets: tuple[Any, ...] = ()) -> list[TracedStage]:
+    """Trace each stage for the results of the stage before it; the first one for a nest of specs, the last one with targets."""
+    traced = list[TracedStage]()
     for stage in stages:
-        given.append((nest, targets) if targets and stage is stages[-1] else nest)
-        traced.append(stage.traced(given[-1]))
+        traced.append(stage.traced((nest, *targets) if stage is stages[-1] else (nest,)))
         nest = traced[-1].nest
-    return given, traced
+    return traced
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:
