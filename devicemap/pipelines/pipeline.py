@@ -120,10 +120,11 @@ class Pipeline:
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
+        """The trainable variables of the stages and the loss, each once. Those of functions are known after the first call."""
         known = {id(stored_in(v)) for model in self._models for v in model.variables}
-        functions = [stage for stage in self._stages if not stage.is_layer]
-        captured = [v for stage in functions for v in stage.variables if v.trainable and id(stored_in(v)) not in known]
+        captured = [
+            v for stage in self._stages for v in stage.captured if v.trainable and id(stored_in(v)) not in known
+        ]
         found = [*(v for model in self._models for v in model.trainable_variables), *captured]
         return list({id(stored_in(variable)): variable for variable in found}.values())
 

@@ -134,6 +134,8 @@ class Stage:
         """All layers in `models`."""
         self.variables: list[Any] = []
         """The variables that its traces use, each once; `keras.Variable`s if they belong to one."""
+        self._of_losses: set[int] = set()
+        """The identities of the trainable variables that losses use."""
         self._known: dict[Any, TracedStage] = {}
         self._streams = streams_of_function()
         self._add_models([function] if self.is_layer else [])
@@ -148,10 +150,15 @@ class Stage:
                 f"{self._name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
             )
 
+    @property
+    def captured(self) -> list[Any]:
+        """The variables that its function and the losses use, without those that only its layer uses."""
+        return [v for v in self.variables if not self.is_layer or id(stored_in(v)) in self._of_losses]
+
     def with_losses(self, losses: Any) -> Stage:
         """Return the stage with these `Losses` of its results. They are computed if it is traced with targets."""
         stage = copy(self)
-        stage._losses, stage._known = losses, {}
+        stage._losses, stage._known, stage._of_losses = losses, {}, set()
         return stage
 
     def traced(self, given: tuple[Any, ...], replica: int = 0) -> TracedStage:
@@ -257,7 +264,11 @@ class Stage:
         self, results: Any, arguments: Any, targets: Any, added: Any, losses: list[tuple[Any, bool]]
     ) -> Any:
         """Return the results of a call, and vectors of the losses, if there are any. Fill `losses`."""
-        vectors = self._losses.by_row(results, *targets) if targets else []
+        vectors: list[Any] = []
+        if targets:
+            with tf.GradientTape() as tape:
+                vectors = self._losses.by_row(results, *targets)
+            self._of_losses.update(map(id, tape.watched_variables()))
         losses[:] = [(None, True)] * len(vectors)
         rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
         for layer, loss in added:

@@ -521,6 +521,17 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
     assert_close(value, wanted)
     assert [id(variable) for variable in pipe.trainable_variables] == [id(matrix) for matrix in matrices]
     assert_close(gradients, of_all)
+    layer = chain(layers.Dense(4), layers.Dense(4))
+    of_layers = Pipeline([tf.identity, layer], devices, 3, loss=loss)
+    _, gradients = of_layers.value_and_gradients(x, x[::-1])
+    with tf.GradientTape() as tape:
+        wanted = tf.reduce_mean(loss(x[::-1], layer(x)))
+    assert of_layers.trainable_variables[-1] is matrices[2]
+    assert_close(gradients[-1], tape.gradient(wanted, matrices[2]))
+    fitted = of_layers.as_model()
+    fitted.compile("sgd")
+    with pytest.raises(OptionError, match=r"a function, or the loss, uses a trainable tf\.Variable"):
+        fitted.fit(x, x, verbose=0)
 
 
 @pytest.mark.private("the order of ops in backward passes")
