@@ -64,8 +64,23 @@ def nested() -> keras.Model:
 
 
 def masked_normalization(channels: int = 4) -> keras.Model:
-    hidden = layers.Embedding(9, channels, mask_zero=True), layers.BatchNormalization(momentum=0.8)
-    return sequential(*hidden, layers.GlobalAveragePooling1D(), inputs=WORDS)
+    norms = [layers.BatchNormalization(axis, momentum=0.8) for axis in (-1, 1)]
+    embedded = layers.Embedding(9, channels, mask_zero=True)
+    return sequential(embedded, *norms, layers.SimpleRNN(3), inputs=WORDS)
+
+
+class Packed(layers.Layer):
+    """Normalizes three pairs of the rows whose first value is positive, which most devices do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = layers.BatchNormalization(momentum=0.8)
+        self.norm.build([None, 2])
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        places = tf.where(x[:, 0] > 0)
+        pairs = tf.reshape(tf.gather_nd(x, places), [-1, 2])
+        return tf.scatter_nd(places, tf.reshape(self.norm(pairs, training=training), [-1, 6]), tf.shape(x, tf.int64))
 
 
 def in_each_step() -> keras.Model:
@@ -276,7 +291,8 @@ def metrics_of_every_kind() -> dict[str, Any]:
 
 OUTPUTS = {"one": Y, "other": Y[:, :1]}
 ONE_HOT = np.eye(3, dtype="f")[LABELS]
-WORDS_DATA = {"x": WORDS, "y": Y[:, :1]}
+WORDS_DATA = {"x": WORDS * (np.arange(34) < 33)[:, None], "y": Y[:, :1]}  # without any word in the last batch
+FEW_ROWS_DATA = {"x": np.where(np.arange(6), X, np.where(np.arange(34) % 11, -1, 1)[:, None]).astype("f"), "y": Y}
 IMAGES_DATA = {"x": IMAGES, "y": Y}
 CROSSENTROPY = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
 
@@ -356,6 +372,7 @@ CASES = {
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
     "batch normalization, masked, of one channel": Case(lambda: masked_normalization(1), data=WORDS_DATA),
+    "batch normalization of few rows": Case(lambda: sequential(Packed(), layers.Dense(4)), data=FEW_ROWS_DATA),
     "batch normalization in each step": Case(in_each_step),
     "batch normalization, synchronized by Keras": Case(lambda: normalized(synchronized=True)),
     "zero weights": Case(data={"x": X, "y": Y, "sample_weight": WEIGHTS * (np.arange(34) % 11 > 5)}),

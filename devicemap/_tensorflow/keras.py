@@ -108,12 +108,18 @@ def batch_norms_of(model: Any) -> list[Any]:
     return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
+def moving_averages_of(layer: Any) -> list[Any]:
+    """Return the moving averages of a batch normalization of Keras, without variables that a subclass adds."""
+    names = "moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev"
+    return [variable for variable in (getattr(layer, name, None) for name in names) if variable is not None]
+
+
 @contextlib.contextmanager
 def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
-    """Replace the mean and variance in batch normalizations by `combined(mean, variance, count, masked)` in this context.
+    """Replace the mean and variance in batch normalizations by `combined(layer, mean, variance, count)` in this context.
 
-    The first three are of the rows of the call, `[channels]`, `[channels]` and a scalar, which is proportional to the number of
-    values. `masked`: whether the inputs have a mask, with which Keras computes the variance in another way.
+    Mean and variance are of the rows of the call: `[channels]`. The count is proportional to the number of values. Inputs with
+    a mask have a count for each channel: `[channels]`. Others have a scalar, and Keras computes their variance in another way.
 
     Raises:
         AttributeError: Keras has renamed `_moments`; `batch_norm="local"` does not need it.
@@ -121,13 +127,14 @@ def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[
 
     def of(layer: Any) -> Callable[[Any, Any], Any]:
         def moments(inputs: Any, mask: Any) -> Any:
-            masked = mask is not None
-            # The size is an integer, so that no gradient is computed through the number of values.
-            count = tf.reduce_sum(tf.cast(mask, inputs.dtype)) if masked else tf.cast(tf.size(inputs), inputs.dtype)
             mean, variance = type(layer)._moments(layer, inputs, mask)
-            if masked:  # Keras returns scalars for one channel
-                mean, variance = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
-            return combined(mean, variance, count, masked)
+            if mask is None:
+                return combined(layer, mean, variance, tf.cast(tf.size(inputs), inputs.dtype))
+            counted = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
+            axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
+            count = tf.reduce_sum(tf.cast(counted, inputs.dtype), axes)
+            # Keras returns scalars for one channel.
+            return combined(layer, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]), count)
 
         return moments
 

@@ -36,8 +36,6 @@ class ForwardPass:
         self.batch_norm, self.added_losses, self.recomputed = batch_norm, added_losses, recomputed
         self.variables = model.variables
         """The variables of the model."""
-        self.averaged = {id(v) for layer in batch_norms_of(model) for v in layer.non_trainable_variables}
-        """Moving averages of batch normalization, by identity."""
         self.calls = 0
         """The number of mapped calls."""
         held: Counter[str] = Counter()

@@ -105,7 +105,7 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractCon
     """
     graph = tf.compat.v1.get_default_graph()
 
-    def moments(mean: Any, variance: Any, count: Any, masked: bool) -> Any:
+    def moments(_: Any, mean: Any, variance: Any, count: Any) -> Any:
         if current_scope() is None:  # in a direct call in another thread
             return mean, variance
         if tf.compat.v1.get_default_graph() is not graph:
@@ -118,24 +118,26 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractCon
                 "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
                 "other devices; set batch_norm='local', or compute them in a train_step of the model"
             )
-        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, real, masked)] * len(parts))
+        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, real)] * len(parts))
 
     return moments_by(layers, moments)
 
 
-def _merged(own: Sequence[tuple[Any, Any, Any]], real: Any, masked: bool) -> tuple[Any, Any]:
+def _merged(own: Sequence[tuple[Any, Any, Any]], real: Any) -> tuple[Any, Any]:
     """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983).
 
     Without a mask, Keras calls `tf.nn.moments`, which stops the gradient of the mean in the variance. This does not change
-    first gradients, but second ones, so the result does the same.
+    first gradients, but second ones, so the result does the same. Mean and variance of no values are then NaN, else 0.
     """
     means, variances, counts = (tf.stack(each) for each in zip(*own))
-    counts *= tf.cast(real, counts.dtype)
-    shares = (counts / tf.reduce_sum(counts))[:, None]
-    mean = tf.reduce_sum(means * shares, 0)
+    masked = counts.shape.rank == 2
+    counts *= tf.cast(real[:, None] if masked else real, counts.dtype)
+    total = tf.reduce_sum(counts, 0)
+    shares = tf.math.divide_no_nan(counts, total) if masked else (counts / total)[:, None]
+    mean = tf.reduce_sum(tf.math.multiply_no_nan(means, shares), 0)  # without parts that have no values
     if masked:
         between = tf.square(means - mean)
     else:
         distance = tf.stop_gradient(means - mean)
         between = tf.square(distance) + 2 * distance * (means - tf.stop_gradient(means))
-    return mean, tf.reduce_sum((variances + between) * shares, 0)
+    return mean, tf.reduce_sum(tf.math.multiply_no_nan(variances + between, shares), 0)

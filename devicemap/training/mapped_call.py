@@ -216,10 +216,11 @@ class MappedCall:
                 "added_losses='mean' if they are means"
             )
         for i, value in zip(what.updated, others[losses:]):
-            if id(self._states[i]) not in self._forward.averaged and depends_on(value, rows):
+            if id(self._states[i]) not in self._survey.averaged and depends_on(value, rows):
                 raise failure(
                     f"{self._states[i].path} gets a new value that depends on the rows, which only batch normalization may; "
-                    "change the variable in a train_step of the model"
+                    "change the variable in a train_step of the model. A subclass of BatchNormalization that computes mean "
+                    "and variance itself needs batch_norm='local'"
                 )
         self._passed = what
         self._survey.check_outputs(what.shapes)
@@ -269,7 +270,7 @@ class MappedCall:
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))
         for i, states in zip(self._passed.updated, updates):
             variable = self._states[i]
-            differ = id(variable) in self._forward.averaged and not self._survey.meets
+            differ = id(variable) in self._survey.averaged and not self._survey.meets
             variable.assign(_mean(states, shares) if differ else states[0])
         return outputs
 

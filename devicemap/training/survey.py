@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, moving_averages_of, stored_in
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.graph_walker import CALLS
 from devicemap.compile.lookups import lookups_in, mixed_lookups
@@ -57,19 +57,18 @@ class Survey:
         self._layer, self._rows = layer, _MORE_ROWS + (given.count or 0)
         self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
-        norms, scope = batch_norms_of(forward.model) if synchronized else [], CallScope()
+        norms, scope = batch_norms_of(forward.model), CallScope()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
-        self.meets = False
-        """Whether batch normalization takes mean and variance of the rows of all devices."""
+        normalizing: list[Any] = []
 
-        def moments(mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
-            self.meets = True
+        def moments(norm: Any, mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
+            normalizing.append(norm)
             return mean, variance
 
         @tf.function(autograph=False)
         def outputs(*leaves: Any) -> list[Any]:
             args, kwargs = given.with_rows(leaves)
-            with scope, moments_by(norms, moments):
+            with scope, moments_by(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._rows)
@@ -89,6 +88,10 @@ class Survey:
                 "the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
                 f"output, or compute values of several rows in compute_loss, or in a train_step of the model{self._advice}"
             ) from error
+        self.meets = bool(normalizing)
+        """Whether batch normalization takes mean and variance of the rows of all devices."""
+        self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
+        """Moving averages of batch normalization, by identity."""
         _check(concrete, layer.name, meets=self.meets, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}

@@ -41,6 +41,7 @@ IN_CI = (  # "momentum, clipnorm" and "scaled" are trained with spread variables
     "added sums",
     "subclassed, validation, several steps per execution",
     "batch normalization",
+    "batch normalization of few rows",
 )
 FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
 FRUGALLY_TRAINED = (
@@ -829,6 +830,15 @@ class LooksUpTwice(layers.Layer):
         return x * tf.gather(table, tf.argmax(x, 1)) + tf.gather(table, [0])
 
 
+class Centered(layers.BatchNormalization):
+    """Computes the mean itself."""
+
+    def call(self, x: Any, training: bool = False, mask: Any = None) -> Any:
+        if training:
+            self.moving_mean.assign(tf.reduce_mean(x, 0))
+        return x - self.moving_mean
+
+
 def noisy() -> layers.Layer:
     return layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)), name="noisy")
 
@@ -845,6 +855,7 @@ REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
         lambda: Effect(lambda mean, x: mean.assign(mean + tf.reduce_mean(x)), tf.Variable(0.0)), {}, "add_weight"),
     "a tally": (lambda: Effect(lambda count, _: count.assign_add(1.0), tf.Variable(0.0)), {}, "add_weight"),
     "a replica": (lambda: layers.Lambda(lambda x: x - reduced(tf.reduce_sum(x, 0))), {}, "all_reduce of tf.distribute"),
+    "a mean of a layer's own": (Centered, {}, "needs batch_norm='local'"),
     "mixed lookups": (LooksUpTwice, {}, "looked up in several ways"),
     "draws that run again": (noisy, {"recompute": True}, r"keras\.random"),
     "draws of a layer that runs again": (noisy, {"recompute": ["noisy"]}, r"keras\.random"),
