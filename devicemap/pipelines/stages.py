@@ -157,6 +157,8 @@ class Stage:
 
     def with_losses(self, losses: Any) -> Stage:
         """Return the stage with these `Losses` of its results. They are computed if it is traced with targets."""
+        if losses is self._losses:
+            return self
         stage = copy(self)
         stage._losses, stage._known, stage._of_losses = losses, {}, set()
         return stage
