@@ -18,7 +18,7 @@ from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
 from devicemap.data.structure import freeze
 from devicemap.devices import is_out_of_memory
-from devicemap.errors import OptionError, brief, function_error, warn_user
+from devicemap.errors import OptionError, add_note, brief, function_error, warn_user
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.training import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
@@ -31,6 +31,12 @@ STEPS = "train_step", "test_step", "predict_step"
 MAKERS = "make_train_function", "make_test_function", "make_predict_function"
 _MEASURES = "__call__", "compute_loss", "compute_metrics"
 METHODS = "detach", "explain", "report", "verify"
+_OF_SOME_ROWS = (
+    "Each device sees some of the rows of a batch. If the step works after model.detach(), a layer combines rows: do that in "
+    "compute_loss, or in a train_step of the model"
+)
+"""Advice for errors of ops, such as those of tensors whose shapes do not match."""
+
 _ADVICE = (
     "A smaller batch_size needs less memory on each device. accumulate= and recompute= of devicemap.parallelize need less for "
     "the same step, devicemap.spread_variables() distributes the optimizer's slots, and a devicemap.Pipeline the layers"
@@ -195,6 +201,8 @@ class ParallelModel:
                 results.append(self._function(step, functions, specs, batch)(batch))
             except tf.errors.OpError as error:
                 if not is_out_of_memory(error):
+                    if isinstance(error, tf.errors.InvalidArgumentError) and len(self._devices) > 1:
+                        add_note(error, _OF_SOME_ROWS)
                     raise
                 message = f"{self._model.name} ran out of memory: {brief(error)}. {_ADVICE}"
                 raise function_error(message, error) from error

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -659,6 +660,20 @@ def test_unbuilt_models_that_need_all_rows_are_refused_with_a_reason(devices: li
     model.compile("sgd", "mse", jit_compile=False)
     with pytest.raises(FunctionError, match=r"works for the rows of this batch, but not for 117 rows"):
         devicemap.parallelize(model, devices).fit(X, Y, batch_size=34, verbose=0)
+
+
+def test_errors_of_layers_that_combine_rows_say_what_devices_see(devices: list[str]) -> None:
+    edges, values = keras.Input([None]), keras.Input([6])
+    model = keras.Model([edges, values], layers.Lambda(lambda pair: tf.matmul(*pair))([edges, values]))
+    model.compile(loss="mse", jit_compile=False)
+    square, rows = tf.TensorSpec([None, None]), tf.TensorSpec([None, 6])
+    graphs = tf.data.Dataset.from_generator(
+        lambda: (((np.eye(n), X[:n]), X[:n]) for n in (6, 5)), output_signature=((square, rows), rows)
+    ).apply(tf.data.experimental.assert_cardinality(2))
+    assert model.evaluate(graphs, verbose=0) == 0
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Matrix size-incompatible") as raised:
+        devicemap.parallelize(model, devices).evaluate(graphs, verbose=0)
+    assert re.search(r"Each device sees some of the rows.*model\.detach\(\)", raised.value.__notes__[0])
 
 
 class Effect(layers.Layer):
