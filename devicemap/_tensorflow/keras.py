@@ -129,7 +129,7 @@ def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[
         def moments(inputs: Any, mask: Any) -> Any:
             mean, variance = type(layer)._moments(layer, inputs, mask)
             if mask is None:
-                return combined(layer, mean, variance, tf.cast(tf.size(inputs), inputs.dtype))
+                return combined(layer, mean, variance, tf.cast(tf.size(inputs, tf.int64), inputs.dtype))
             counted = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
             axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
             count = tf.reduce_sum(tf.cast(counted, inputs.dtype), axes)

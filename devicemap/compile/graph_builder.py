@@ -21,7 +21,7 @@ from devicemap._tensorflow.functions import (
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.replicas import Replicas
-from devicemap.compile.results import row_counts, with_row_counts_checked
+from devicemap.compile.returned import row_counts, with_row_counts_checked
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
 from devicemap.data.shards import join

@@ -21,7 +21,7 @@ from devicemap.compile.audit import Audit, Treatment, audit
 from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
-from devicemap.compile.results import as_result, check_validity
+from devicemap.compile.returned import as_result, check_validity
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec
 from devicemap.data.structure import as_objects, map_nest, paths_of_lists

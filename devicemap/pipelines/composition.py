@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,7 +13,8 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.compile.graph_builder import copied, sizes_in_graph
-from devicemap.compile.results import row_counts, with_row_counts_checked, with_static_rows
+from devicemap.compile.returned import row_counts, with_row_counts_checked, with_static_rows
+from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
 from devicemap.data.shards import join
 from devicemap.devices import is_out_of_memory
@@ -24,7 +25,7 @@ from devicemap.inspect.pipelines import PipelinePlan, StagePlan
 from devicemap.inspect.planner import DataSpec
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import Setting, Step
-from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn, state_of, trace_in_turn
+from devicemap.pipelines.stages import Stage, TracedStage, noted, state_of, trace_in_turn, written_by
 
 _NAMED: Any = {n: namedtuple("_NAMED", ("x", "y", "sample_weight")[: 1 + n]) for n in (1, 2)}
 """Tuples of rows with targets, whose names appear in error messages, by the number of the latter."""
@@ -122,10 +123,10 @@ class Composition:
         return parts if self._batch.least is None else max(1, min(parts, self._batch.least))
 
     def _forward_first(self, traced: Sequence[TracedStage]) -> bool:
-        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `run_in_turn`."""
+        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `_run_in_turn`."""
         found = [layer for stage in traced for layer, _ in stage.losses]
         scaled = found.count(None) > 1 and any(layer is not None for layer in found)
-        return not self._batch.targets or scaled or run_in_turn([stage.traced for stage in traced])
+        return not self._batch.targets or scaled or _run_in_turn([stage.traced for stage in traced])
 
     def _cut(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """Return these tensors for each microbatch."""
@@ -217,7 +218,7 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss:
     if spec.rows is not None:
         microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
     traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)]
-    forward_first = run_in_turn(traces)
+    forward_first = _run_in_turn(traces)
     orders = setting.orders(forward_first, [range(microbatches)])
     plans = []
     for k, (stage, traced) in enumerate(zip(stages, traces)):
@@ -227,3 +228,13 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss:
         own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
         plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
     return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), has_loss, forward_first)
+
+
+def _run_in_turn(stages: Sequence[Traced]) -> bool:
+    """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
+
+    It does so for gradients of Python functions, and if one stage writes a variable that another stage uses.
+    """
+    users = Counter(id(handle) for stage in stages for handle in stage.captures)
+    written = (handle for stage in stages for handle in written_by(stage))
+    return any(stage.audit.python_ops for stage in stages) or any(users[id(handle)] > 1 for handle in written)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -15,15 +14,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
-from devicemap._tensorflow.keras import (
-    is_seed,
-    is_stateless,
-    is_training,
-    layers_of,
-    notes_of,
-    observing,
-    stored_in,
-)
+from devicemap._tensorflow.keras import is_seed, is_stateless, is_training, layers_of, notes_of, observing, stored_in
 from devicemap._tensorflow.keras_graphs import graph_of
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
@@ -249,7 +240,7 @@ class Stage:
         known = [*self.variables, *traced.concrete.graph.variables]
         self.variables = list({key: by_stored[key] for key in (id(stored_in(v)) for v in known)}.values())
         handles = {id(stored_in(variable).handle) for variable in of_keras if not is_seed(variable)}
-        mixes_rows = any(id(handle) in handles for handle in _written(traced))
+        mixes_rows = any(id(handle) in handles for handle in written_by(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         parts = self._setting.microbatches * len(self._setting.devices)
         if has_targets and parts > 1 and not traced.audit.acts:
@@ -297,7 +288,7 @@ class Stage:
         return (results, tuple(vectors)) if vectors else results
 
 
-def _written(traced: Traced) -> list[Any]:
+def written_by(traced: Traced) -> list[Any]:
     """Return the captured handles that a function writes."""
     pairs = zip(traced.captures, traced.audit.treatments)
     return [handle for handle, treatment in pairs if treatment in WRITES]
@@ -320,13 +311,3 @@ def trace_in_turn(stages: Sequence[Stage], nest: Any, targets: tuple[Any, ...] =
         traced.append(stage.traced((nest, *targets) if stage is stages[-1] else (nest,)))
         nest = traced[-1].nest
     return traced
-
-
-def run_in_turn(stages: Sequence[Traced]) -> bool:
-    """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
-
-    It does so for gradients of Python functions, and if one stage writes a variable that another stage uses.
-    """
-    users = Counter(id(handle) for stage in stages for handle in stage.captures)
-    written = (handle for stage in stages for handle in _written(stage))
-    return any(stage.audit.python_ops for stage in stages) or any(users[id(handle)] > 1 for handle in written)

@@ -19,7 +19,7 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
-from devicemap.compile.results import check_row_counts, with_static_rows
+from devicemap.compile.returned import check_row_counts, with_static_rows
 from devicemap.data.rows import HOST, Rows, count_rows, take_rows
 from devicemap.data.shards import check_inner_shapes
 from devicemap.devices import is_out_of_memory

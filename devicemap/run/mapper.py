@@ -22,7 +22,7 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.program import Program
-from devicemap.compile.results import check_row_counts
+from devicemap.compile.returned import check_row_counts
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset

@@ -20,11 +20,11 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import are_followed, differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, stored_in
-from devicemap.compile.graph_builder import copied, depends_on, sizes_in_graph
+from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
-from devicemap.compile.results import with_row_counts_checked, with_static_rows
+from devicemap.compile.returned import with_row_counts_checked, with_static_rows
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
@@ -152,12 +152,9 @@ class MappedCall:
     def _joined(self, results: Sequence[list[Any]]) -> list[Any]:
         """Join the results of devices that compute the same new values, of which those of the first are taken."""
         new = self._passed.of_rows + len(self._passed.losses)
+        updates = [tf.stop_gradient(value) for value in results[0][new:-1]]  # TensorFlow would trace their gradients
         *joined, counts = (join(parts) for parts in zip(*(copied([*each[:new], each[-1]]) for each in results)))
-        return [
-            *joined,
-            *map(tf.stop_gradient, results[0][new:-1]),
-            counts,
-        ]  # otherwise, their gradient would be traced
+        return [*joined, *updates, counts]
 
     def _sent(self, variable: Any, count: int) -> list[Any]:
         """Return the value of a variable on each of the first devices. A seed advances, and differs between devices."""
@@ -216,12 +213,7 @@ class MappedCall:
                 "added_losses='mean' if they are means"
             )
         for i, value in zip(what.updated, others[losses:]):
-            if id(self._states[i]) not in self._survey.averaged and depends_on(value, rows):
-                raise failure(
-                    f"{self._states[i].path} gets a new value that depends on the rows, which only batch normalization may; "
-                    "change the variable in a train_step of the model. A subclass of BatchNormalization that computes mean "
-                    "and variance itself needs batch_norm='local'"
-                )
+            self._survey.check_new_value(self._states[i], value, rows)
         self._passed = what
         self._survey.check_outputs(what.shapes)
         if self._row_losses is not None and self._row_losses.complete:
@@ -237,7 +229,7 @@ class MappedCall:
             others[i] = tf.stop_gradient(others[i])  # it is assigned, and TensorFlow would trace a gradient
         states = [*others, count_rows(rows[0])]
         if self._survey.meets and self._microbatches == 1:  # each device has rows
-            return tensors, [state[None] for state in states]
+            return tensors, [tf.expand_dims(state, 0) for state in states]
         return tensors, as_states(states, rows[0])
 
     def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, moving_averages_of, stored_in
 from devicemap.compile.audit import audit, op_types
+from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.graph_walker import CALLS
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
@@ -108,6 +109,15 @@ class Survey:
     def lookups_in(self, variable: Any) -> Lookups:
         """Return the lookups in a variable."""
         return self._lookups.get(id(variable), Lookups.OF_ROWS)
+
+    def check_new_value(self, variable: Any, value: Any, rows: Sequence[Any]) -> None:
+        """Refuse a new value of a variable that depends on the rows of one device, except for moving averages."""
+        if id(variable) not in self.averaged and depends_on(value, rows):
+            raise failure(
+                f"{variable.path} gets a new value that depends on the rows, which only batch normalization may; change the "
+                "variable in a train_step of the model. A subclass of BatchNormalization that computes mean and variance "
+                "itself needs batch_norm='local'"
+            )
 
     def check_outputs(self, shapes: Sequence[Any]) -> None:
         """Refuse outputs without one row for each row, by their static shapes for shards and for the rows of the trace."""
