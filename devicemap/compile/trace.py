@@ -131,8 +131,10 @@ def trace(
                 traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
                 loops = loops_over_rows(traced_fn, leaf_specs, options, structures[-1])
             compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]
-    except FunctionError:
-        raise
+    except FunctionError as error:
+        while isinstance(error.__context__, FunctionError):  # autograph adds a traceback to the message
+            error = error.__context__
+        raise error from error.__cause__
     except Exception as error:
         raise tracing_error(fn, specs, options, error) from error
     if drawn_from() != drawn:

@@ -226,10 +226,7 @@ class Stage:
             except FunctionError as error:
                 original = error.__cause__ or error
                 source = f", whose data are the results of stage {self._k - 1}" if self._k else ""
-                text = str(error)
-                if error.__cause__ is None:  # an error of devicemap, to which autograph adds a traceback
-                    text = text.rpartition("FunctionError: ")[2].strip()
-                raise function_error(f"{name}{source}: {text}", original) from original
+                raise function_error(f"{name}{source}: {error}", original) from original
         self.knows_layers = True
         if used.builds and builds:  # while Keras builds layers, it changes the training mode
             return self._trace(given, stream, builds=False)
