@@ -25,13 +25,16 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
+# `make test` leaves out the tests that take a second or more; `make check` runs them, too.
+MARKERS := not nightly and not slow
+check: MARKERS := not nightly
 check: lint types site test
 
 # Each value of each parameter once, on 1, 2 and 3 devices; one smoke test per guarantee on emulated GPUs.
 test: $(VENV)/native.done
-	$(BIN)/python $(PYTEST) --junitxml=build/test.xml
+	$(BIN)/python $(PYTEST) -m "$(MARKERS)" --junitxml=build/test.xml
 
-# Everything that `make test` leaves out. A part that fails does not stop the others.
+# Everything that `make check` leaves out. A part that fails does not stop the others.
 test-nightly:
 	$(MAKE) --keep-going test-full test-gpus test-plain test-clients test-oldest test-tf-nightly
 

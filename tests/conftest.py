@@ -129,8 +129,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("private")
         if marker is not None and config.getoption("plain"):
             item.add_marker(pytest.mark.skip(f"not applicable: TensorFlow has no public name for {marker.args[0]}"))
-    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+    durations = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    for item in items:
+        if item.nodeid in durations["slow"]:
+            item.add_marker("slow")
+    items.sort(key=lambda item: -durations["files"].get(item.nodeid.partition("::")[0], 0.0))
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
 def _snippets() -> Iterator[Any]:
-    """Programs with their output, which is empty if no `text` block follows. `make test` runs the first of a page."""
+    """Programs with their output, which is empty if no `text` block follows. `make check` runs the first of a page."""
     for page in (README, *PAGES):
         text = page.read_text(encoding="utf-8")
         blocks = [*BLOCK.finditer(text)]

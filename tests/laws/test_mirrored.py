@@ -17,7 +17,7 @@ from devicemap.errors import OptionError
 DEVICES = ["CPU:1", "CPU:0"]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mirroredstrategy.md"
 DIFFERENT = "accumulating_step", "strings", "ragged", "memory_bank", "largest_output", "train_on_batch"
-"""Programs in `make test`. The others are trained there as cases of `trainings.py`, or are like one of these."""
+"""Programs in `make check`. The others are trained there as cases of `trainings.py`, or are like one of these."""
 
 OTHERS = sorted({*PROGRAMS, *FIXED} - {*DIFFERENT})
 
