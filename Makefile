@@ -55,11 +55,11 @@ test-plain: $(VENV)/native.done
 test-clients: .venv-clients/installed.done $(TENSORFLOW_SOURCES)
 	TENSORFLOW_SOURCES=$(TENSORFLOW_SOURCES) .venv-clients/bin/python $(PYTEST) --junitxml=build/test-clients.xml tools/clients $(TESTS)
 
-# The oldest supported TensorFlow. It needs NumPy 1, and Ray's columns need NumPy 2.
+# The oldest supported TensorFlow. It needs NumPy 1. Ray's columns and pyarrow 26 need NumPy 2.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
-	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
+	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" "pyarrow<26" --group test
 	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-oldest/bin/python $(PYTEST) --junitxml=build/test-oldest.xml --ignore tests/test_ray.py
 	.venv-oldest/bin/python $(PYTEST) --all -m nightly tests/compile/test_vectorizable_ops.py
