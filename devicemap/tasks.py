@@ -21,7 +21,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.invoke import receive
 from devicemap.devices import choose_devices, task_device
-from devicemap.errors import DataError, DeviceMapError, add_note
+from devicemap.errors import DataError, DeviceMapError, add_note, warn_user
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -74,6 +74,9 @@ def parallel_tasks(
     Raises:
         OptionError, DataError: before anything runs, for invalid arguments.
         Exception: what `fn` raises, with a note that names the item and the device.
+
+    Warns:
+        RuntimeWarning: a task has set the global seed, with several devices.
 
     Threads share global seeds. Give seeds to layers, initializers and generators, and do not call
     `keras.utils.clear_session()` in a task. Then each model equals one that is trained alone. After `tf.random.set_seed`, a
@@ -144,11 +147,19 @@ class _Call:
             for device in self._queues
         ]
         error: BaseException | None = None
+        seed = _global_seed()
         try:
             self.observe(CallStarted(0.0, len(self.items), tuple(self._queues)))
             for worker in workers:
                 worker.start()
-            return self._collect()
+            results = self._collect()
+            if len(workers) > 1 and _global_seed() != seed:
+                warn_user(
+                    "a task set the global seed, by tf.random.set_seed or keras.utils.set_random_seed. All threads draw from "
+                    "it, in an order that changes from run to run. Give seeds to initializers, layers and generators",
+                    RuntimeWarning,
+                )
+            return results
         except BaseException as raised:
             error = raised
             raise
@@ -247,6 +258,11 @@ def _keras_settings() -> Callable[[], None]:
         (config.enable_interactive_logging if prints else config.disable_interactive_logging)()
 
     return set_up
+
+
+def _global_seed() -> int:
+    """Return the global seed of TensorFlow, or a constant if there is none. With a seed of an op, nothing is drawn from it."""
+    return int(tf.compat.v1.get_seed(0)[0])
 
 
 def _takes_device(fn: Callable[..., Any]) -> bool:

@@ -8,6 +8,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -211,6 +212,27 @@ def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
     together = devicemap.parallel_tasks(_train, seeds, devices=devices)
     for seed, weights in zip(seeds, together):
         assert_close(weights, _train(seed, eagerly=True))
+
+
+@pytest.mark.parametrize("set_seed", [tf.random.set_seed, keras.utils.set_random_seed])
+def test_a_task_that_sets_the_global_seed(set_seed: Callable[[int], None]) -> None:
+    with pytest.warns(RuntimeWarning, match="a task set the global seed") as warned:
+        assert devicemap.parallel_tasks(lambda n: set_seed(7 + n), range(2), devices=["CPU:0", "CPU:1"]) == [None, None]
+    assert warned[0].filename == __file__
+
+
+def test_the_global_seed_on_one_device_or_without_changes() -> None:
+    def drawn(n: int) -> list[float]:
+        tf.random.set_seed(n)
+        return tf.random.normal([2]).numpy().tolist()
+
+    assert devicemap.parallel_tasks(drawn, [3, 4], devices=["CPU:1"]) == [drawn(3), drawn(4)]
+    tf.random.set_seed(5)
+    first, second = (tf.random.normal([2]).numpy() for _ in range(2))
+    tf.random.set_seed(5)
+    np.testing.assert_array_equal(tf.random.normal([2]), first)
+    assert devicemap.parallel_tasks(lambda n: n, range(2), devices=["CPU:0", "CPU:1"]) == [0, 1]
+    np.testing.assert_array_equal(tf.random.normal([2]), second)
 
 
 def test_settings_of_keras_hold_in_tasks() -> None:
