@@ -64,6 +64,22 @@ class Scaled(layers.Layer):
         return super().get_config() | own
 
 
+class Block(layers.Layer):
+    """A custom layer without `build`. Keras builds its layers when it is called."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.inner, self.outer = chain(dense(8), dense()), layers.Dense(4)
+
+    def call(self, rows: Any, others: Any) -> Any:
+        return rows + self.outer(self.inner(others))
+
+
+def blocks() -> Any:
+    given = keras.Input([4])
+    return keras.Model(given, Block()(Block()(given, dense()(given)), given))
+
+
 def chain(*inner: Any, shape: Any = (4,), **options: Any) -> Any:
     return keras.Sequential([keras.Input(shape, **options), *inner])
 
@@ -189,6 +205,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "batch normalization": (lambda: chain(dense(), layers.BatchNormalization(), dense()), x, {}),
     "group normalization": (lambda: chain(dense(), layers.GroupNormalization(2), dense()), x, {}),
     "spectral normalization": (lambda: chain(dense(), layers.SpectralNormalization(dense()), dense()), x, {}),
+    "blocks": (blocks, x, {}),
     "state": (lambda: chain(dense(), Scaled(0.5, counts=True), dense()), x, {}),
     "loss, sum": (lambda: chain(dense(), Scaled(loss="sum"), dense()), x, {"added_losses": "sum"}),
     "loss, mean": (lambda: chain(dense(), Scaled(loss="mean"), dense()), x, {"added_losses": "mean"}),
