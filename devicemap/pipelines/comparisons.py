@@ -51,29 +51,41 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
             )
 
 
-def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str) -> None:
+def check_rows_are_independent(
+    name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str, binary: bool = False
+) -> None:
     """Compare the results of a function for some rows with those for half of the rows.
+
+    Results are not compared if the function changes variables of layers, such as seeds or moving means.
 
     Args:
         name: of the function.
         run: the function, of a list of tensors.
-        given: symbolic tensors or specs of its arguments.
+        given: symbolic tensors or specs of its arguments, perhaps with a fixed number of rows.
         advice: what to do if it mixes rows.
+        binary: whether floats are 0 or 1, like labels.
 
     Raises:
         OptionError: a row of a result depends on other rows of the arguments.
     """
-    if any(tensor.shape[0] is not None for tensor in given):
+    fixed = {tensor.shape[0] for tensor in given}
+    if len(fixed) != 1:
         return
-    whole = _random_tensors(given).values()
+    count = min(fixed.pop() or _FEW_ROWS, _FEW_ROWS)
+    whole = [*_random_tensors(given).values()]
+    if binary:
+        whole = [tf.cast(tensor > 0, tensor.dtype) if tensor.dtype.is_floating else tensor for tensor in whole]
 
-    def made(count: int) -> list[Any]:
-        with keras.StatelessScope():
+    def made(count: int) -> list[Any] | None:
+        with keras.StatelessScope() as scope:
             results = run([tensor[:count] for tensor in whole])
-        return [tensor[: _FEW_ROWS // 2] for tensor in tf.nest.flatten(results)]
+        return None if scope.state_mapping else tf.nest.flatten(results)
 
     try:
-        first, again, half = made(_FEW_ROWS), made(_FEW_ROWS), made(_FEW_ROWS // 2)
+        found = made(count), made(count), made(count // 2)
+        if any(results is None for results in found):
+            return
+        first, again, half = ([tensor[: count // 2] for tensor in results or ()] for results in found)
     except Exception:  # the function may refuse random arguments, such as indices out of range
         return
     if difference := _difference("a result", half, first, again, 0.03):  # more than rounding, also of 16-bit floats

@@ -114,7 +114,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
             check_uses_own_variables(call, owners)
         run = runner_of(own, given, taken)
         advice = "compute values of several rows outside of the pipeline"
-        check_rows_are_independent(f"stage {i} of {n}", partial(run, training=False), given, advice)
+        for training, mode in ((False, ""), (True, " in training")):
+            check_rows_are_independent(f"stage {i} of {n}{mode}", partial(run, training=training), given, advice)
         name, policy = f"{model.name}_{i}", model.dtype_policy
         stages.append(StageModel(run, owned, None if i else model, name=name, dtype=policy))
     if hasattr(model, "output_names"):

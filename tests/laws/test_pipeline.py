@@ -351,6 +351,19 @@ class WithSublayer(keras.layers.Layer):
         return super().get_config() | {"inner": self.inner}
 
 
+class Centered(keras.layers.Layer):
+    """A layer that mixes rows, in training only."""
+
+    def call(self, rows: Any, training: bool = False) -> Any:
+        return rows - tf.reduce_mean(rows, 0) if training else rows
+
+
+def of_seven_rows() -> Any:
+    """A model with a fixed number of rows, which it mixes."""
+    given = keras.Input(batch_shape=[7, 4])
+    return keras.Model(given, keras.layers.Softmax(0)(keras.layers.Dense(4)(given)))
+
+
 def using_a_kernel(by_lambda: bool) -> Any:
     """A model in which an op uses the kernel of a layer."""
     given, dense = keras.Input([4]), keras.layers.Dense(4)
@@ -398,6 +411,8 @@ class WithArgument(keras.layers.Layer):
         lambda: split(
             ending_with(keras.layers.Lambda(lambda h: tf.reshape(tf.reshape(h, [-1, 5]), [-1, 4]))), 2, by="bytes"
         ),
+        lambda: split(ending_with(Centered()), 2, by="bytes"),
+        lambda: split(of_seven_rows(), 2, by="bytes"),
         lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=True), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=False), 2, by="bytes"),
