@@ -51,7 +51,7 @@ class Losses:
     each output if it is one of Keras's own, and otherwise to all outputs at once."""
 
     factors: Any = None
-    """Factors of the losses: numbers like `each`, or `None`."""
+    """Factors of the losses: numbers like `each`, or by output, or `None`."""
 
     names: Sequence[str] = ()
     """Names of the outputs, which are the keys of dicts if the outputs are a list."""
@@ -68,9 +68,13 @@ class Losses:
             raise OptionError(f"loss={loss!r}; expected at least one loss, and the same reduction of all losses")
         if factors is not None:
             given = tf.nest.flatten(factors)
-            if len(given) != len(tf.nest.flatten(each)):
+            by_name = isinstance(each, Mapping) and isinstance(factors, Mapping)
+            if len(given) != len(tf.nest.flatten(each)) or (by_name and {*factors} != {*each}):
                 raise OptionError(f"loss_weights={factors!r}; expected one number per loss, for loss={loss!r}")
-            factors = tf.nest.pack_sequence_as(each, given)
+            if not (
+                isinstance(each, Mapping) and isinstance(factors, list | tuple)
+            ):  # which has the order of the outputs
+                factors = tf.nest.pack_sequence_as(each, given)
         return cls(each, factors, names)
 
     @property
@@ -127,7 +131,8 @@ class Losses:
         advice = "compute such a loss outside of the pipeline, or with microbatches=1"
         with tf.init_scope():
             if tf.executing_eagerly():
-                check_rows_are_independent(f"the loss {name}", run, [*map(copy, specs)], advice)
+                for binary in (False, True):  # a loss may count labels that equal 1
+                    check_rows_are_independent(f"the loss {name}", run, [*map(copy, specs)], advice, binary)
 
     def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
         """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights.

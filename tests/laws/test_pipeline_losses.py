@@ -80,6 +80,12 @@ class Correlation(keras.losses.Loss):
         return tf.repeat(1 - tf.reduce_sum(y * outputs) / (tf.norm(y) * tf.norm(outputs)), tf.shape(y)[0])
 
 
+def balanced(y: Any, outputs: Any) -> Any:
+    """A loss with weights by the number of rows of a class."""
+    is_one = tf.cast(tf.equal(y, 1), tf.float32)
+    return tf.reduce_sum(is_one * (y - outputs) ** 2, 1) / (1 + tf.reduce_sum(is_one))
+
+
 def contrastive(y: Any, outputs: Any) -> Any:
     return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(y)[0]), outputs @ tf.transpose(y))
 
@@ -418,7 +424,7 @@ def two_outputs(as_dict: bool) -> Any:
     given = keras.Input([4])
     hidden = dense()(given)
     outputs = {"a": layers.Dense(4, name="a")(hidden), "b": layers.Dense(4, name="b")(hidden)}
-    return keras.Model(given, outputs if as_dict else [*outputs.values()])
+    return keras.Model(given, outputs if as_dict else [outputs["b"], outputs["a"]])
 
 
 OF_OUTPUTS: dict[str, tuple[bool, Any, Any, Any, Any]] = {
@@ -616,6 +622,7 @@ def test_a_loss_that_fails_names_the_cause() -> None:
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
         (lambda: Pipeline([tf.sin], loss=contrastive).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss=Correlation()).value_and_gradients(x, x), OptionError),
+        (lambda: Pipeline([tf.sin], loss=balanced).value_and_gradients(x, np.sign(x)), OptionError),
         (lambda: Pipeline([tf.sin], loss=[None, None]), OptionError),
         (lambda: Pipeline([tf.sin], loss=["mse", keras.losses.Huber(reduction="sum")]), OptionError),
         (lambda: Pipeline([tf.sin], loss={"a": "mse"}).value_and_gradients(x, {"b": x}), FunctionError),
@@ -627,6 +634,7 @@ def test_a_loss_that_fails_names_the_cause() -> None:
         (lambda: Pipeline([tf.sin], loss=["mse"] * 2).value_and_gradients(x, x), FunctionError),
         (lambda: Pipeline([tf.sin], loss=["mse"]).value_and_gradients(x, x, {"a": weights}), FunctionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"] * 2, loss_weights=[1.0]), OptionError),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss={"a": "mse"}, loss_weights={"b": 1.0}), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss_weights=[1.0]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
     ],
