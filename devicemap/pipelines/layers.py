@@ -176,7 +176,8 @@ def _copy_settings(source: Any, target: Any) -> None:
     for own, other in zip(layers_of(source), layers_of(target), strict=True):
         other.trainable = own.trainable
         other.activity_regularizer = own.activity_regularizer
-        if hasattr(own, "use_cudnn"):  # not in get_config
+        other.autocast = own.autocast  # not in get_config
+        if hasattr(own, "use_cudnn"):  # neither
             other.use_cudnn = own.use_cudnn
     for own, other in zip(source.variables, target.variables):
         other.trainable, other.regularizer, other.constraint = own.trainable, own.regularizer, own.constraint

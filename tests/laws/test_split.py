@@ -329,6 +329,14 @@ def test_optimizers_of_a_loop(optimizer: str, by: Any, devices: list[str]) -> No
     assert_close(learned, trained(model, model.trainable_variables))
 
 
+def test_copies_cast_inputs_as_their_layers_do(devices: list[str]) -> None:
+    """Rows are infinite in float16, to which the copy of a layer without autocast would cast them."""
+    scaled = layers.Lambda(lambda rows: rows / 1e5, (4,), dtype="mixed_float16", autocast=False)
+    given = keras.Input([4])
+    model = keras.Model(given, dense(dtype="float32")(scaled(given)))
+    assert_close(Pipeline(split(model, 2, "bytes", devices), devices)(1e5 * x), model(1e5 * x))
+
+
 def test_losses_need_to_be_known_as_sums_or_means(devices: list[str]) -> None:
     pipe = Pipeline(split(chain(dense(), Scaled(loss="sum")), 2, "bytes", devices), devices)
     with pytest.raises(FunctionError, match="added_losses='sum' if such"):
