@@ -99,8 +99,8 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
 
 
 def brief(error: BaseException) -> str:
-    """Return the main line of an error message, without TensorFlow's stack traces before it."""
-    for line in str(error).splitlines():
+    """Return the main line of an error message, without TensorFlow's stack traces and Keras's headings before it."""
+    for line in _BOLD.sub("", str(error)).splitlines():
         if line.strip() and not _TRACE.match(line):
             return _CODE.sub("", line.strip())
     return str(error).strip() or type(error).__name__
@@ -120,8 +120,11 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {brief(error)}"
 
 
-_TRACE = re.compile(r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )")
+_TRACE = re.compile(
+    r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )|Exception encountered when"
+)
 _CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
+_BOLD = re.compile(r"\x1b\[\d+m")
 
 
 def warn_user(message: str, category: type[Warning]) -> None:

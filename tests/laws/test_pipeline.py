@@ -427,6 +427,17 @@ def test_what_cannot_be_is_refused(bad: Any) -> None:
         bad()
 
 
+class OfPositives(keras.layers.Layer):
+    def call(self, rows: Any) -> Any:
+        tf.debugging.assert_positive(rows)
+        return tf.math.log(rows)
+
+
+def test_why_a_layer_fails_for_random_rows() -> None:
+    with pytest.raises(OptionError, match=r"fails for random tensors .*: Condition x > 0 did not hold"):
+        split(ending_with(OfPositives()), 2, by="bytes")
+
+
 @pytest.mark.parametrize(
     ("stage", "error", "message"),
     [
