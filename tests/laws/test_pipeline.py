@@ -364,6 +364,18 @@ def of_seven_rows() -> Any:
     return keras.Model(given, keras.layers.Softmax(0)(keras.layers.Dense(4)(given)))
 
 
+class OfOneRow(keras.layers.Layer):
+    def call(self, rows: Any) -> Any:
+        return tf.ones([1, 4])
+
+
+def with_a_mask_for_all() -> Any:
+    """A model with a tensor of one row that layers of several stages use."""
+    given = keras.Input([4])
+    mask = OfOneRow()(given)
+    return keras.Model(given, keras.layers.Dense(4)(keras.layers.Dense(4)(given) * mask) * mask)
+
+
 def using_a_kernel(by_lambda: bool) -> Any:
     """A model in which an op uses the kernel of a layer."""
     given, dense = keras.Input([4]), keras.layers.Dense(4)
@@ -413,6 +425,7 @@ class WithArgument(keras.layers.Layer):
         ),
         lambda: split(ending_with(Centered()), 2, by="bytes"),
         lambda: split(of_seven_rows(), 2, by="bytes"),
+        lambda: split(with_a_mask_for_all(), 3, by="bytes"),
         lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=True), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=False), 2, by="bytes"),
