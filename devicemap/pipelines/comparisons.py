@@ -51,19 +51,14 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
             )
 
 
-def check_rows_are_independent(
-    name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str, binary: bool = False
-) -> None:
-    """Compare the results of a function for some rows with those for half of the rows.
-
-    Results are not compared if the function changes variables of layers, such as seeds or moving means.
+def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str) -> None:
+    """Compare the results of a function for some rows with those for half of the rows, unless it raises an exception.
 
     Args:
         name: of the function.
         run: the function, of a list of tensors.
         given: symbolic tensors or specs of its arguments, perhaps with a fixed number of rows.
         advice: what to do if it mixes rows.
-        binary: whether floats are 0 or 1, like labels.
 
     Raises:
         OptionError: a row of a result depends on other rows of the arguments.
@@ -72,20 +67,15 @@ def check_rows_are_independent(
     if len(fixed) != 1:
         return
     count = min(fixed.pop() or _FEW_ROWS, _FEW_ROWS)
-    whole = [*_random_tensors(given).values()]
-    if binary:
-        whole = [tf.cast(tensor > 0, tensor.dtype) if tensor.dtype.is_floating else tensor for tensor in whole]
+    whole = _random_tensors(given).values()
 
-    def made(count: int) -> list[Any] | None:
-        with keras.StatelessScope() as scope:
-            results = run([tensor[:count] for tensor in whole])
-        return None if scope.state_mapping else tf.nest.flatten(results)
+    def made(rows: int) -> list[Any]:
+        with keras.StatelessScope():
+            results = run([tensor[:rows] for tensor in whole])
+        return [tensor[: count // 2] for tensor in tf.nest.flatten(results)]
 
     try:
-        found = made(count), made(count), made(count // 2)
-        if any(results is None for results in found):
-            return
-        first, again, half = ([tensor[: count // 2] for tensor in results or ()] for results in found)
+        first, again, half = made(count), made(count), made(count // 2)
     except Exception:  # the function may refuse random arguments, such as indices out of range
         return
     if difference := _difference("a result", half, first, again, 0.03):  # more than rounding, also of 16-bit floats
@@ -93,6 +83,19 @@ def check_rows_are_independent(
             f"{name}: {difference}, if half of the rows are left out. Microbatches see some of the rows, so each row of a "
             f"result must depend on one row; {advice}"
         )
+
+
+def results_in_training(run: Callable[..., Any], tensors: list[Any]) -> Any:
+    """Return the results of a stage in training, for a comparison of rows.
+
+    Raises:
+        ValueError: the stage changes variables. Its rows may depend on others, as in batch normalization.
+    """
+    with keras.StatelessScope() as scope:
+        results = run(tensors, training=True)
+    if scope.state_mapping:
+        raise ValueError(f"variables change: {len(scope.state_mapping)}")
+    return results
 
 
 def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]]) -> None:

@@ -71,10 +71,8 @@ class Losses:
             by_name = isinstance(each, Mapping) and isinstance(factors, Mapping)
             if len(given) != len(tf.nest.flatten(each)) or (by_name and {*factors} != {*each}):
                 raise OptionError(f"loss_weights={factors!r}; expected one number per loss, for loss={loss!r}")
-            if not (
-                isinstance(each, Mapping) and isinstance(factors, list | tuple)
-            ):  # which has the order of the outputs
-                factors = tf.nest.pack_sequence_as(each, given)
+            in_order_of_outputs = isinstance(each, Mapping) and isinstance(factors, list | tuple)
+            factors = factors if in_order_of_outputs else tf.nest.pack_sequence_as(each, given)
         return cls(each, factors, names)
 
     @property
@@ -127,12 +125,17 @@ class Losses:
             pairs = self.matched(*packed(nest, tensors))
             return [loss.call(target, output) for loss, _, (output, target) in pairs if loss in own]
 
+        def run_with_labels(tensors: list[Any]) -> list[Any]:  # a loss may count labels that equal 1
+            return run(
+                [tf.cast(tensor > 0, tensor.dtype) if tensor.dtype.is_floating else tensor for tensor in tensors]
+            )
+
         name = getattr(getattr(own[0], "fn", None), "__name__", own[0].name)
         advice = "compute such a loss outside of the pipeline, or with microbatches=1"
         with tf.init_scope():
             if tf.executing_eagerly():
-                for binary in (False, True):  # a loss may count labels that equal 1
-                    check_rows_are_independent(f"the loss {name}", run, [*map(copy, specs)], advice, binary)
+                for function in (run, run_with_labels):
+                    check_rows_are_independent(f"the loss {name}", function, [*map(copy, specs)], advice)
 
     def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
         """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights.

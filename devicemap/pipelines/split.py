@@ -11,8 +11,11 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap.devices import choose_devices
-from devicemap.errors import OptionError
+from devicemap.errors import OptionError, warn_user
 from devicemap.options import check_choice, check_count
+
+_STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
+"""Methods of a model that its stages do not have."""
 
 
 class Stages(list[Any]):
@@ -63,6 +66,9 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     Raises:
         OptionError: for a subclassed or parallelized model, and for a model with a layer that cannot be copied.
 
+    Warns:
+        RuntimeWarning: the model overrides a method such as `train_step`, which the stages do not have.
+
     Examples:
         >>> import keras
         >>> model = keras.Sequential([keras.Input([4]), *(keras.layers.Dense(4) for _ in range(4))])
@@ -74,10 +80,13 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
 
         >>> stages.copy_weights_to(model)
     """
+    import keras
+
     from devicemap.pipelines.comparisons import (
         check_copy,
         check_rows_are_independent,
         check_uses_own_variables,
+        results_in_training,
         seconds_of,
     )
     from devicemap.pipelines.layers import StageModel, copied, layer_calls, runner_of
@@ -89,6 +98,12 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")
     if n > len(calls):
         raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
+    if overridden := [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]:
+        warn_user(
+            f"{model.name} overrides {', '.join(overridden)}, and its stages do not. Give the loss to the Pipeline or to "
+            "compile, and train with pipe.value_and_gradients in a loop if it needs another step",
+            RuntimeWarning,
+        )
     layers = _layers_in(calls)
     owners = _owners_of_variables(layers)
     first_calls = {id(call.layer): call for call in reversed(calls)}
@@ -115,8 +130,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
             check_uses_own_variables(call, owners)
         run = runner_of(own, given, taken)
         advice = "compute values of several rows outside of the pipeline"
-        for training, mode in ((False, ""), (True, " in training")):
-            check_rows_are_independent(f"stage {i} of {n}{mode}", partial(run, training=training), given, advice)
+        check_rows_are_independent(f"stage {i} of {n}", partial(run, training=False), given, advice)
+        check_rows_are_independent(f"stage {i} of {n} in training", partial(results_in_training, run), given, advice)
         name, policy = f"{model.name}_{i}", model.dtype_policy
         stages.append(StageModel(run, owned, None if i else model, name=name, dtype=policy))
     if hasattr(model, "output_names"):

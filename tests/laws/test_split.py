@@ -358,6 +358,16 @@ def test_a_model_that_does_not_have_the_stages_is_warned_of(devices: list[str]) 
         piped.fit(x, x, verbose=0)
 
 
+def test_a_step_that_stages_do_not_have() -> None:
+    class Stepping(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    whole = chain(dense(), dense())
+    with pytest.warns(RuntimeWarning, match="overrides train_step, and its stages do not"):
+        split(Stepping(whole.inputs, whole.outputs), 2, "bytes")
+
+
 def test_layers_keep_their_order(devices: list[str]) -> None:
     given = keras.Input([4])
     hidden = dense()(given)
