@@ -199,6 +199,13 @@ class StageModel(keras.Model):
         self._run_calls, self._convert = run, tuple if first_of is None else _converter(first_of)
         self.supports_masking = self.built = True
 
+    def get_config(self) -> Any:
+        """Raise an error: the calls of layers have no configuration."""
+        raise OptionError(
+            f"the stage {self.name} cannot be copied or saved as a whole; use its save_weights(), or copy_weights_to(model) of "
+            "the stages, and save that model"
+        )
+
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
         """Leave masks to the layers."""
 

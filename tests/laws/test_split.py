@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,12 @@ def test_a_step_that_stages_do_not_have() -> None:
     whole = chain(dense(), dense())
     with pytest.warns(RuntimeWarning, match="overrides train_step, and its stages do not"):
         split(Stepping(whole.inputs, whole.outputs), 2, "bytes")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, keras.models.clone_model])
+def test_stages_are_not_copied(copied: Any) -> None:
+    with pytest.raises(OptionError, match="cannot be copied or saved as a whole"):
+        copied(split(chain(dense(), dense()), 2, "bytes")[0])
 
 
 def test_layers_keep_their_order(devices: list[str]) -> None:
