@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
@@ -103,7 +104,10 @@ class Program:
         if self._process_id != os.getpid():
             raise DeviceError(_FORKED)
         of_data = data.key if isinstance(data, Rows) else key_of(data.specs)
-        key = None if self.reduction is None else self.reduction.key, of_data
+        # XLA cannot compile loops and branches that TensorFlow changed for a gradient. So functions that it compiles have a
+        # trace of their own (test_what_xla_compiles_after_gradients).
+        within_xla = not tf.executing_eagerly() and compiled_as_a_part()
+        key = None if self.reduction is None else self.reduction.key, (of_data, within_xla)
         compiled = self._compiled.get(key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(key)

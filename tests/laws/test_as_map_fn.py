@@ -169,6 +169,22 @@ def test_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]
     assert len(np.unique(drawn)) == 27
 
 
+def _by_sign(row: Any) -> Any:
+    return tf.cond(row[0] > 0, lambda: tf.exp(row * WEIGHTS[0]), lambda: tf.sin(row) * WEIGHTS[1, 1] ** 2)
+
+
+@pytest.mark.parametrize("fn", [_by_sign, _in_a_loop], ids=["branch", "loop"])
+def test_what_xla_compiles_after_gradients(devices: list[str], fn: Any) -> None:
+    """TensorFlow changes loops and branches for their gradients, so that XLA refuses them, or ends the process."""
+    if devices[0].startswith("GPU"):
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+    x, mapper = _normal(7, 3), devicemap.DeviceMap(fn, devices=devices)
+    with tf.GradientTape(), tf.GradientTape() as tape:
+        total = tf.reduce_sum(mapper(x))
+    tape.gradient(total, WEIGHTS)
+    _compare(tf.function(lambda x: mapper(x), jit_compile=True)(x), one_by_one(fn, x))
+
+
 @pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
 def test_what_the_user_passes_in_is_not_changed(devices: list[str]) -> None:
     inner = tf.function(
