@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import graphs_within, own_graphs, shows_functions
+from devicemap._tensorflow.functions import compiled_as_a_part, graphs_within, own_graphs, shows_functions
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
@@ -84,7 +84,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     try:
         _check_function(row_fn, found, specs, options, signature)
         vectorized, slow = vectorize(row_fn, specs, force=wanted is True)
-        if options.jit_compile and _parts_rows(vectorized):
+        if (options.jit_compile or compiled_as_a_part()) and _parts_rows(vectorized):
             raise _NotVectorizedError(
                 "fn has a branch or a loop whose condition differs between rows, and jit_compile=True",
                 "pass jit_compile=False",

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
+from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
@@ -195,7 +196,9 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.with_row_seeds(rows.leaves, 0, count)
         engine = compiled.engine_inside()
-        if rows.count:
+        if rows.count and compiled_as_a_part():  # XLA compiles all shards for one device
+            spec, sizes = CallSpec.of_shards(1, engine, 2, static_rows=True), tf.constant([rows.count], tf.int32)
+        elif rows.count:
             shards, sizes = compiled.shards(rows.count)
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
             spec = CallSpec.of_shards(len(shards), engine, 2, static_rows=static_rows)

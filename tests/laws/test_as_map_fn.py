@@ -173,7 +173,15 @@ def _by_sign(row: Any) -> Any:
     return tf.cond(row[0] > 0, lambda: tf.exp(row * WEIGHTS[0]), lambda: tf.sin(row) * WEIGHTS[1, 1] ** 2)
 
 
-@pytest.mark.parametrize("fn", [_by_sign, _in_a_loop], ids=["branch", "loop"])
+def _until_small(row: Any) -> Any:
+    for _ in tf.range(8):
+        if tf.norm(row) < 0.4:
+            break
+        row = tf.tanh(row * WEIGHTS[0]) * 0.9
+    return row
+
+
+@pytest.mark.parametrize("fn", [_by_sign, _in_a_loop, _until_small], ids=["branch", "loop", "loop that rows leave"])
 def test_what_xla_compiles_after_gradients(devices: list[str], fn: Any) -> None:
     """TensorFlow changes loops and branches for their gradients, so that XLA refuses them, or ends the process."""
     if devices[0].startswith("GPU"):
