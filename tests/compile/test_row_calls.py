@@ -120,16 +120,6 @@ def _checked(row: Any) -> Any:
         return tf.reduce_sum(kept) / tf.cast(tf.size(kept), tf.float32)
 
 
-TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["one", "two", "four"], [3, 1, 5]), 0)
-
-
-def _embedded(text: Any) -> Any:
-    words = tf.strings.split([text], " ").values
-    codes = TABLE.lookup(words)
-    bag = tf.reduce_sum(tf.gather(WEIGHTS, codes), 0) + tf.linalg.matvec(WEIGHTS, tf.gather(WEIGHTS, codes)[0])
-    return _features(bag)
-
-
 CASES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "moments": (_mean_and_deviation, ROWS),
     "a window": (_window, ROWS),
@@ -139,7 +129,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "in functions": (_in_functions, ROWS),
     "in a branch": (_in_a_branch, ROWS),
     "in loops": (_in_loops, ROWS),
-    "embedded words": (_embedded, tf.constant(["one two", "four", "two five one", "six"])),
     "cut twice": (_cut_twice, ROWS),
     "features between": (_features_between, ROWS),
     "a loop between": (_loop_between, ROWS),
