@@ -181,6 +181,7 @@ def _until_small(row: Any) -> Any:
     return row
 
 
+@pytest.mark.private("knowing that XLA compiles")
 @pytest.mark.parametrize("fn", [_by_sign, _in_a_loop, _until_small], ids=["branch", "loop", "loop that rows leave"])
 def test_what_xla_compiles_after_gradients(devices: list[str], fn: Any) -> None:
     """TensorFlow changes loops and branches for their gradients, so that XLA refuses them, or ends the process."""

@@ -471,6 +471,7 @@ def test_gradients_that_do_not_go_through_are_refused() -> None:
                 np.testing.assert_allclose(devicemap.parallel_map(tf.sin, data, batch_size=2), tf.sin(X), rtol=1e-6)
 
 
+@pytest.mark.private("knowing that XLA compiles")
 def test_gradients_of_rows_one_by_one_in_a_compiled_function(devices: list[str]) -> None:
     if devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
