@@ -100,7 +100,7 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
 
 def brief(error: BaseException) -> str:
     """Return the main line of an error message, without TensorFlow's stack traces and Keras's headings before it."""
-    for line in _BOLD.sub("", str(error)).splitlines():
+    for line in without_escape_codes(str(error)).splitlines():
         if line.strip() and not _TRACE.match(line):
             return _CODE.sub("", line.strip())
     return str(error).strip() or type(error).__name__
@@ -124,7 +124,12 @@ _TRACE = re.compile(
     r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )|Exception encountered when"
 )
 _CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
-_BOLD = re.compile(r"\x1b\[\d+m")
+_ESCAPE_CODES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def without_escape_codes(text: str) -> str:
+    """Return text without the escape codes by which Keras's messages set colours."""
+    return _ESCAPE_CODES.sub("", text)
 
 
 def warn_user(message: str, category: type[Warning]) -> None:

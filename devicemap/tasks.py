@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import last_set_seed
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.invoke import receive
 from devicemap.devices import choose_devices, task_device
@@ -147,13 +148,13 @@ class _Call:
             for device in self._queues
         ]
         error: BaseException | None = None
-        seed = _global_seed()
+        seeding = last_set_seed()
         try:
             self.observe(CallStarted(0.0, len(self.items), tuple(self._queues)))
             for worker in workers:
                 worker.start()
             results = self._collect()
-            if len(workers) > 1 and _global_seed() != seed:
+            if len(workers) > 1 and last_set_seed() is not seeding:
                 warn_user(
                     "a task set the global seed, by tf.random.set_seed or keras.utils.set_random_seed. All threads draw from "
                     "it, in an order that changes from run to run. Give seeds to initializers, layers and generators",
@@ -258,11 +259,6 @@ def _keras_settings() -> Callable[[], None]:
         (config.enable_interactive_logging if prints else config.disable_interactive_logging)()
 
     return set_up
-
-
-def _global_seed() -> int:
-    """Return the global seed of TensorFlow, or a constant if there is none. With a seed of an op, nothing is drawn from it."""
-    return int(tf.compat.v1.get_seed(0)[0])
 
 
 def _takes_device(fn: Callable[..., Any]) -> bool:

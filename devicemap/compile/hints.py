@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.data.rows import row_spec
-from devicemap.errors import FunctionError, function_error
+from devicemap.errors import FunctionError, function_error, without_escape_codes
 from devicemap.options import Options
 
 _FOR_EAGER_CODE = {
@@ -80,10 +80,6 @@ _ADVICE = {
 """Advice for errors with these messages."""
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""Escape codes in Keras's messages."""
-
-
 def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> FunctionError:
     """Return the error to raise for an error of tracing `fn` for data of these `[None, ...]` specs."""
     given = list(specs) if type(specs) is tuple else [specs]
@@ -98,7 +94,7 @@ def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: E
     hints = "".join(f". {hint}" for hint in _hints_for(fn, specs, options, error))
     return function_error(
         f"fn could not be traced for {what} of {', '.join(map(str, given))}{hints}: {type(error).__name__}: "
-        f"{_COLOURS.sub('', str(error))}",
+        f"{without_escape_codes(str(error))}",
         error,
     )
 

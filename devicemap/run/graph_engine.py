@@ -196,15 +196,16 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.with_row_seeds(rows.leaves, 0, count)
         engine = compiled.engine_inside()
-        if rows.count and compiled_as_a_part():  # XLA compiles all shards for one device
+        most = 1 if compiled_as_a_part() else len(compiled.slots)  # XLA compiles all shards for one device
+        if rows.count and most == 1:
             spec, sizes = CallSpec.of_shards(1, engine, 2, static_rows=True), tf.constant([rows.count], tf.int32)
         elif rows.count:
             shards, sizes = compiled.shards(rows.count)
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
             spec = CallSpec.of_shards(len(shards), engine, 2, static_rows=static_rows)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
-            spec = CallSpec.of_shards(len(compiled.slots), engine, 2, empty_shards=rows.count == 0 or not filled)
-            sizes = sizes_in_graph(count, len(compiled.slots))
+            spec = CallSpec.of_shards(most, engine, 2, empty_shards=rows.count == 0 or not filled)
+            sizes = sizes_in_graph(count, most)
         graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
         if compiled.traced.reduction is None and not compiled.traced.own_rows:
