@@ -63,7 +63,10 @@ class Throughput:
     """Shortest time of a chunk in this call."""
 
     quick_rows: int = 0
-    """Rows of the largest chunk that was about as quick. Some functions take as long for few rows as for many."""
+    """Rows of the largest chunk that was about as quick; 0 after one that took longer for no more rows.
+
+    Some functions take as long for few rows as for many.
+    """
 
     finished_rows: int = 0
     """Rows that the device finished in this call."""
@@ -112,6 +115,8 @@ class Throughput:
             quick = rows
         elif took <= _AS_QUICK * quickest:
             quick = max(quick, rows)
+        elif rows <= quick:  # these rows are expensive
+            quick = 0
         return replace(
             self.giving_up(rows),
             rows_per_second=smooth,

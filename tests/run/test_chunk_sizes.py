@@ -39,21 +39,24 @@ def simulate(
     sizes, taken, now = [], 0, 0.0
     chunks_on = [0] * len(speeds)
     while taken < len(costs) or done:
-        for i in sorted(range(len(speeds)), key=lambda i: chunks_on[i]):
-            while chunks_on[i] < in_flight and taken < len(costs):
-                expected = [each.after(now - since) for each, since in zip(state, busy_since)]
-                rows = next_chunk_size(expected[i], expected[:i] + expected[i + 1 :], len(costs) - taken, chunk_rows)
-                rows = min(rows, len(costs) - taken)
-                if not rows:
+        while taken < len(costs):
+            expected = [each.after(now - since) for each, since in zip(state, busy_since)]
+            for i in sorted(range(len(speeds)), key=lambda i: chunks_on[i]):
+                others = expected[:i] + expected[i + 1 :]
+                if chunks_on[i] < in_flight and (
+                    rows := next_chunk_size(expected[i], others, len(costs) - taken, chunk_rows)
+                ):
                     break
-                busy_since[i] = busy_since[i] if chunks_on[i] else now
-                start = max(now, busy_until[i])
-                busy_until[i] = start + per_call + sum(costs[taken : taken + rows]) / speeds[i]
-                heapq.heappush(done, (busy_until[i], i, rows, start, now))
-                state[i] = state[i].taking(rows)
-                chunks_on[i] += 1
-                sizes.append(rows)
-                taken += rows
+            else:
+                break
+            busy_since[i] = busy_since[i] if chunks_on[i] else now
+            start = max(now, busy_until[i])
+            busy_until[i] = start + per_call + sum(costs[taken : taken + rows]) / speeds[i]
+            heapq.heappush(done, (busy_until[i], i, rows, start, now))
+            state[i] = state[i].taking(rows)
+            chunks_on[i] += 1
+            sizes.append(rows)
+            taken += rows
         assert done, "rows are left, and no device takes them"
         if taken < len(costs) and done[0][0] > now + 0.005 and min(chunks_on) < in_flight:
             now += max(0.005, (done[0][0] - now) / 10)
@@ -66,11 +69,11 @@ def simulate(
 
 
 COSTS = [0.004] * 2048
-HOT = [0.004] * 1920 + [0.004 * 17] * 128
+HOT = [0.0025] * 1500 + [0.0025 * 17] * 100
 JOBS = {  # seconds of rows, speeds of devices, share of the ideal time
     "even": (COSTS, [1.0] * 8, 0.97),
     "hot block first": (HOT[::-1], [1.0] * 8, 0.96),
-    "hot block last": (HOT, [1.0] * 8, 0.92),
+    "hot block last": (HOT, [1.0] * 8, 0.95),
     "ramp": ([0.008 * i / 2048 for i in range(2048)], [1.0] * 8, 0.95),
     "half four times slower": (COSTS, [1.0, 0.25] * 4, 0.95),
     "one ten times slower": (COSTS, [0.1] + [1.0] * 7, 0.93),
@@ -78,9 +81,14 @@ JOBS = {  # seconds of rows, speeds of devices, share of the ideal time
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_share_of_the_ideal_time(job: str) -> None:
+@pytest.mark.parametrize(("calls", "in_flight"), [(1, 2), (3, 2), (3, 4)])
+def test_share_of_the_ideal_time_in_the_last_call(job: str, calls: int, in_flight: int) -> None:
     costs, devices, share = JOBS[job]
-    seconds, _, _ = simulate(costs, devices)
+    known = [Throughput() for _ in devices]
+    for _ in range(calls):
+        seconds, _, known = simulate(
+            costs, devices, in_flight=in_flight, known=[each.between_calls() for each in known]
+        )
     assert sum(costs) / sum(devices) / seconds >= share
 
 
