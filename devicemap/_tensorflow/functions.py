@@ -21,6 +21,7 @@ _control_flow = Private(
 )
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 _atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "AtomicFunction.graph")
+_operations = Private("tensorflow", "Operation._add_control_input")
 _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 
 NO_AUTO_CONTROL_DEPS = {"_disable_acd": True}
@@ -83,6 +84,16 @@ def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
             lambda tensor: tf.ensure_shape(tensor, tensor.shape), list(results), expand_composites=True
         )
     return waiting
+
+
+@with_fallback(nothing, _operations)
+def wait_for(op: Any, before: Any) -> None:
+    """Add a control dependency of an op of the graph being traced on `before`, which must not depend on the op.
+
+    `tf.control_dependencies` orders new ops only, but the schedule 1F1B orders ops that are already in the graph
+    (test_1f1b_begins_backward_before_all_is_forward).
+    """
+    op._add_control_input(before)
 
 
 def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -16,7 +16,7 @@ from devicemap._tensorflow.functions import own_graphs
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
-_operations = Private("tensorflow", "Operation._add_control_input", "Operation._clear_attr", "Operation._update_input")
+_operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
@@ -26,6 +26,7 @@ _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_ac
 class Lookups(Enum):
     """The lookups of a function in a table, by which `tf.IndexedSlices` of several calls are added."""
 
+    NONE = "none"
     OF_ROWS = "each row has indices of its own"
     SHARED = "each call has the same indices"
     DISTINCT = "each call has each index once"
@@ -52,8 +53,7 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
             op._gradient_function = _on_device(gradient, op.device)
 
 
-@with_fallback(lambda value, count, *_: [value] * count, _registry, _operations, _handle_data)
-def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.OF_ROWS) -> list[Any]:
+def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[Any]:
     """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
 
     `lookups`: those of the consumers.
@@ -63,19 +63,29 @@ def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.OF_ROWS) -> li
     """
     if count == 1 or tf.executing_eagerly():
         return [value] * count
-    with _unrecorded():
-        copies = tf.raw_ops.IdentityN(input=[value] * count)
-    op = copies[0].op
-    if value.dtype == tf.resource:
-        for copy in copies:
-            _handle_data.copy_handle_data(op.inputs[0], copy)
 
-    def add(op: Any, *upstream: Any) -> list[Any]:
+    def add(*upstream: Any) -> list[Any]:
         known = [gradient for gradient in upstream if gradient is not None]
-        with tf.device(op.device):
-            return [added(known, lookups) if known else None, *[None] * (count - 1)]
+        return [added(known, lookups) if known else None, *[None] * (count - 1)]
 
-    _set_gradient(op, [value] * count, add)
+    return gradients_through([value] * count, add)
+
+
+@with_fallback(lambda values, _: list(values), _registry, _operations, _handle_data)
+def gradients_through(values: Sequence[Any], change: Callable[..., Sequence[Any]]) -> list[Any]:
+    """Return values whose gradients are those that `change` returns for theirs, on the current device."""
+    with _unrecorded():
+        copies = tf.raw_ops.IdentityN(input=values)
+    op = copies[0].op
+    for value, copy in zip(op.inputs, copies):
+        if value.dtype == tf.resource:
+            _handle_data.copy_handle_data(value, copy)
+
+    def changed(op: Any, *upstream: Any) -> Sequence[Any]:
+        with tf.device(op.device):
+            return change(*upstream)
+
+    _set_gradient(op, values, changed)
     return list(copies)
 
 
@@ -111,7 +121,7 @@ def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[...
     return list(copies[: len(results)])
 
 
-def added(gradients: Sequence[Any], lookups: Lookups = Lookups.OF_ROWS) -> Any:
+def added(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
     """Return the sum of gradients. A sum of `tf.IndexedSlices` has the slices of one call for all rows."""
     if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
@@ -125,16 +135,6 @@ def added(gradients: Sequence[Any], lookups: Lookups = Lookups.OF_ROWS) -> Any:
         indices, places = tf.unique(indices)
         values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
-
-
-@with_fallback(nothing, _operations)
-def wait_for(op: Any, before: Any) -> None:
-    """Add a control dependency of an op of the graph being traced on `before`, which must not depend on the op.
-
-    `tf.control_dependencies` orders new ops only, but the schedule 1F1B orders ops that are already in the graph
-    (test_1f1b_begins_backward_before_all_is_forward).
-    """
-    op._add_control_input(before)
 
 
 def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ def lookups(graph: Any, table: Any, varying: Sequence[Any], rows: int | None = N
     kinds = _Function(graph, varying, rows).kinds(table)
     if len({*kinds}) > 1 or kinds.count(Lookups.DISTINCT) > 1:
         return Lookups.MIXED
-    return kinds[0] if kinds else Lookups.OF_ROWS
+    return kinds[0] if kinds else Lookups.NONE
 
 
 def mixed_lookups(variable: str) -> Exception:

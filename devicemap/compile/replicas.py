@@ -27,14 +27,12 @@ from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.lookups import lookups_in
 from devicemap.compile.trace import Traced
+from devicemap.compile.transfers import send_along_tree, sent_together
 from devicemap.data.rows import home_of
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
 from devicemap.hosts import host_of, is_remote
-
-_CHILDREN = 2
-"""The largest number of devices to which a device sends a value, and from which it receives gradients."""
 
 
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
@@ -118,13 +116,14 @@ class Replicas:
         """Return a value for each of these slots, by key. Each original is read once, on its device."""
         wanted = [*slots]
         found: dict[Any, Any] = {}
+        sent: dict[Any, tuple[Any, str, Lookups]] = {}
         for key, variable in self._copied.items():
             away = [number for number in wanted if variable.device != self._slots[number]]
             near = [number for number in wanted if variable.device == self._slots[number]]
             # With separate handles, gradients are added on the variable's device. A loop cannot pass such handles to its
             # gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
-            kind = self._lookups.get(key, Lookups.OF_ROWS)
+            kind = self._kind(key)
             with tf.device(variable.device):
                 count = 1 + len(near)
                 handles = fanned_out(variable.handle, count, kind) if apart else [variable.handle] * count
@@ -132,10 +131,19 @@ class Replicas:
                 if self._loops and away and kind in (Lookups.SHARED, Lookups.DISTINCT):
                     value, *others = fanned_out(value, count, kind)
                     handles[1:] = [self._redirect(variable.handle, other) for other in others]
-            found[key] = self._for_slots(key, value, variable.device, away) | dict(zip(near, handles[1:]))
+            found[key] = dict(zip(near, handles[1:]))
+            if away:
+                sent[key] = value, variable.device, kind
+
+        def send(value: Any, home: str, kind: Lookups) -> dict[int, Any]:
+            return self._for_slots(value, home, kind, [number for number in wanted if self._slots[number] != home])
+
+        for key, copies in sent_together(sent, self._slots, send).items():
+            found[key] |= copies
         if self._differentiable:
             found |= {
-                key: self._for_slots(key, tensor, home_of(tensor), wanted) for key, tensor in self._tensors.items()
+                key: self._for_slots(tensor, home_of(tensor), self._kind(key), wanted)
+                for key, tensor in self._tensors.items()
             }
         for key, variable in self._seeds.items():
             with tf.device(variable.device):
@@ -173,22 +181,24 @@ class Replicas:
     def _device_of(self, key: Any, slot: int) -> str:
         return self._loop_home if self._loop_home and key in self._seeds else self._slots[slot]
 
-    def _for_slots(self, key: Any, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
+    def _kind(self, key: Any) -> Lookups:
+        return self._lookups.get(key, Lookups.NONE)
+
+    def _for_slots(self, value: Any, home: str, kind: Lookups, numbers: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
 
         The tree begins at the slot of `home`, so that variables on different devices use different slots in between.
         """
         first, count = self._slots.index(home) if home in self._slots else 0, len(self._slots)
         numbers = sorted(numbers, key=lambda number: (number - first) % count)
-        kind = self._lookups.get(key, Lookups.OF_ROWS)
         return {
-            number: arrived
+            there[i]: arrived
             for near, device, there in self._on_hosts(value, home, numbers, kind)
-            for number, arrived in zip(there, send_along_tree(near, device, [self._slots[n] for n in there], kind))
+            for i, arrived in send_along_tree(near, device, kind, [self._slots[number] for number in there]).items()
         }
 
     def _on_hosts(
-        self, value: Any, home: str, numbers: Sequence[int], kind: Lookups = Lookups.OF_ROWS
+        self, value: Any, home: str, numbers: Sequence[int], kind: Lookups = Lookups.NONE
     ) -> list[tuple[Any, str, list[int]]]:
         """Copy a value of the device `home` to each host of these slots. Return copies, their devices, and the slots there."""
         hosts: dict[str, list[int]] = {}
@@ -245,6 +255,8 @@ def captures_fit(traced: Traced, name: str, *devices: str) -> Iterator[None]:
 
 def split_seeds(seed: Any, count: int) -> Any:
     """Return `count` Keras seeds, `[count, 2]`, far from each other, because layers count upwards from their seeds."""
+    if count == 1:
+        return seed[None]
     return _as_keras_seeds(tf.random.experimental.stateless_split(tf.cast(seed, tf.int64), count), seed.dtype)
 
 
@@ -275,30 +287,3 @@ def _without_value(variable: Any) -> Any:
     except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown shape
         nothing = variable.read_value()
     return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
-
-
-def send_along_tree(value: Any, home: str, devices: Sequence[str], kind: Lookups = Lookups.OF_ROWS) -> list[Any]:
-    """Return a value on each of the devices, in the graph that is being traced.
-
-    Each device that has received the value sends it to two others. So no device sends or receives more than twice its bytes,
-    and the last device has it after `log2(len(devices))` copies. Gradients are added on the way back.
-
-    Args:
-        value: a dense tensor.
-        home: the device of the value.
-        kind: the lookups in the value, by which gradients are added.
-    """
-    first = devices.index(home) if home in devices else 0
-    places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle
-    nodes: list[int | None] = [*places] if home in devices else [None, *places]
-    found, arriving = [value] * len(devices), [value] * len(nodes)
-    for node, place in enumerate(nodes):
-        children = range(_CHILDREN * node + 1, min(_CHILDREN * node + _CHILDREN + 1, len(nodes)))
-        with tf.device(home if place is None else devices[place]):
-            count = len(children) + (place is not None)
-            copies = iter(fanned_out(arriving[node], count, kind) if count > 1 else [tf.identity(arriving[node])])
-            if place is not None:
-                found[place] = next(copies)
-        for child in children:
-            arriving[child] = next(copies)
-    return found

@@ -119,6 +119,13 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
     return waiting_for(checks, results)
 
 
+def with_equal_rows(rows: Sequence[Any], name: str, advice: str) -> list[Any]:
+    """Add an assertion to a graph that the inputs and targets of a model have the same number of rows."""
+    counts = tf.stack([count_rows(leaf) for leaf in rows])
+    message = f"{name} got inputs or targets with different numbers of rows; expected the same. {advice}. Rows:"
+    return waiting_for([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
+
+
 def with_static_rows(leaf: Any, rows: int | None) -> Any:
     """Set the number of rows in the static shape of a leaf that has none."""
     if isinstance(leaf, tf.RaggedTensor):

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, with_captures
-from devicemap._tensorflow.gradients import Lookups, added, wait_for
+from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, wait_for, with_captures
+from devicemap._tensorflow.gradients import Lookups, added
 from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced
@@ -131,7 +131,7 @@ class Calls:
         kinds = lookups() if last else {}
         for number, i in enumerate(handles):
             terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share if last]
-            gradients[i] = self._sum(terms, kinds.get(i, Lookups.OF_ROWS)) if last else None
+            gradients[i] = self._sum(terms, kinds.get(i, Lookups.NONE)) if last else None
         if last:
             known.clear()
         return gradients

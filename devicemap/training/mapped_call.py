@@ -17,14 +17,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import keep_alive, waiting_for
-from devicemap._tensorflow.gradients import are_followed, differentiate_in_place
+from devicemap._tensorflow.functions import keep_alive
+from devicemap._tensorflow.gradients import Lookups, are_followed, differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, stored_in
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
-from devicemap.compile.replicas import send_along_tree, split_seeds
-from devicemap.compile.returned import with_row_counts_checked, with_static_rows
+from devicemap.compile.replicas import split_seeds
+from devicemap.compile.returned import with_equal_rows, with_row_counts_checked, with_static_rows
+from devicemap.compile.transfers import send_along_tree, sent_together
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
@@ -54,7 +55,7 @@ class MappedCall:
         """The device on which the rows are cut."""
         if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
             with tf.device(self._place):
-                self._rows = tuple(_with_equal_rows(self._rows, layer.name))
+                self._rows = tuple(with_equal_rows(self._rows, layer.name, OTHER_LENGTHS))
         self._runs_again = microbatches > 1 or bool(forward.recomputed)
         """Whether layers run again for their gradients, which then go to values that are read before."""
         self._survey = Survey(forward, layer, given, self._rows, self._row_losses, self._runs_again)
@@ -131,7 +132,7 @@ class MappedCall:
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
             real = _are_real(len(devices), count, len(devices))
-        values = [self._sent(variable, len(devices)) for variable in self._survey.variables]
+        values = self._sent(devices)
 
         def on_device(place: int) -> tuple[list[Any], list[Any]]:
             with tf.device(devices[place]):
@@ -156,14 +157,20 @@ class MappedCall:
         *joined, counts = (join(parts) for parts in zip(*(copied([*each[:new], each[-1]]) for each in results)))
         return [*joined, *updates, counts]
 
-    def _sent(self, variable: Any, count: int) -> list[Any]:
-        """Return the value of a variable on each of the first devices. A seed advances, and differs between devices."""
-        home = stored_in(variable).device
-        with tf.device(home):
-            value = _read(variable)
-            if not is_seed(variable):
-                return send_along_tree(value, home, self._forward.devices[:count], self._survey.lookups_in(variable))
-            return list(tf.unstack(split_seeds(value, count))) if count > 1 else [value]
+    def _sent(self, devices: Sequence[str]) -> list[dict[int, Any]]:
+        """Return the value of each variable on each device. A seed advances, and differs between devices."""
+        found: dict[int, dict[int, Any]] = {}
+        values: dict[int, tuple[Any, str, Lookups]] = {}
+        for i, variable in enumerate(self._survey.variables):
+            home = stored_in(variable).device
+            with tf.device(home):
+                value = _read(variable)
+                if is_seed(variable):
+                    found[i] = dict(enumerate(tf.unstack(split_seeds(value, len(devices)))))
+                else:
+                    values[i] = value, home, self._survey.lookups_in(variable)
+        found |= sent_together(values, devices, partial(send_along_tree, devices=devices))
+        return [found[i] for i in range(len(found))]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any] | None) -> list[Any]:
         """Run the call on some rows, with these values of the variables. With `None`, variables are read.
@@ -302,13 +309,6 @@ def _read(variable: Any) -> Any:
     if is_seed(variable):
         stored.assign(value + tf.constant([0, 1], value.dtype))
     return value
-
-
-def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
-    """Add an assertion to the graph that leaves have the same number of rows."""
-    counts = tf.stack([count_rows(leaf) for leaf in rows])
-    message = f"{name} got inputs or targets with different numbers of rows; expected the same. {OTHER_LENGTHS}. Rows:"
-    return waiting_for([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
 
 
 def _are_computed(rows: Sequence[Any]) -> bool:

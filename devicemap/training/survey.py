@@ -108,7 +108,7 @@ class Survey:
 
     def lookups_in(self, variable: Any) -> Lookups:
         """Return the lookups in a variable."""
-        return self._lookups.get(id(variable), Lookups.OF_ROWS)
+        return self._lookups.get(id(variable), Lookups.NONE)
 
     def check_new_value(self, variable: Any, value: Any, rows: Sequence[Any]) -> None:
         """Refuse a new value of a variable that depends on the rows of one device, except for moving averages."""
@@ -160,11 +160,11 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
     """Return the lookups in the trained variables of a layer, by identity."""
     known = lookups_in(concrete, [stored_in(seed).handle for seed in seeds], rows)
-    found = {id(v): known.get(stored_in(v).handle.ref(), Lookups.OF_ROWS) for v in layer.trainable_variables}
+    found = {id(v): known.get(stored_in(v).handle.ref(), Lookups.NONE) for v in layer.trainable_variables}
     mixed = [variable.path for variable in layer.trainable_variables if found[id(variable)] is Lookups.MIXED]
     if mixed:
         raise mixed_lookups(mixed[0])
-    joined = [v.path for v in layer.trainable_variables if found[id(v)] is not Lookups.OF_ROWS]
+    joined = [v.path for v in layer.trainable_variables if found[id(v)] not in (Lookups.NONE, Lookups.OF_ROWS)]
     if joined and not holds_gradients():
         raise failure(
             f"{joined[0]} is looked up by indices that are the same for all rows, and with this version of TensorFlow its "

@@ -19,7 +19,7 @@ from devicemap.compile import graph_builder
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
-SCALE = tf.Variable(2.0)
+SCALE, SHIFT, BIAS = tf.Variable(2.0), tf.Variable(0.5), tf.Variable([1.0, 2.0, 3.0])
 LEVELS = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1], [0.5, 0.8]), 1.5)
 NAME = tf.Variable("ab")
 TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["ab"], [2.0]), 0.0)
@@ -554,3 +554,21 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
         builder.join()
     assert found is not None
     assert float(found) == 4.0
+
+
+def test_variables_that_are_sent_together_have_gradients_of_their_own(devices: list[str]) -> None:
+    """One of them has none."""
+
+    def fn(row: Any) -> Any:
+        return row * SCALE + tf.stop_gradient(SHIFT) * row + tf.gather(WEIGHTS, 1) + BIAS
+
+    def gradients(mapped: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(mapped(X) ** 2)
+        return tape.gradient(total, [SCALE, SHIFT, WEIGHTS, BIAS])
+
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    expected = gradients(lambda x: tf.map_fn(fn, x))
+    for found in (gradients(mapper), tf.function(gradients)(mapper), gradients(tf.function(mapper))):
+        assert [each is None for each in found] == [each is None for each in expected]
+        assert_close(*([tf.convert_to_tensor(each) for each in some if each is not None] for some in (found, expected)))

@@ -96,6 +96,13 @@ def test_no_gpu_sends_or_gets_more_than_twice_the_variables(batch_norm: bool, dr
     assert came["host"] < ROWS_AND_RESULTS + BY_HOST * (not drop_remainder)
 
 
+def test_small_variables_are_sent_together() -> None:
+    """Their values, and their gradients, cross each edge of the tree once. Each edge also has rows and results."""
+    _, step = trained(False)
+    transferred(step)
+    assert sum(copy.kind == "between" for copy in gpus.copies()) <= 4 * (COUNT - 1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "batch_norm"),
     [("adam", False), ("adam", True), ("adamw", False), ("ema", False), ("clipped", False)],
