@@ -305,7 +305,8 @@ class DeviceMap:
 
         Warns:
             RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`), reads files, or uses
-                tables, datasets or iterators. Of these, only the names and the code of Python functions are compared.
+                tables, datasets or iterators. Of these, only the names and the code of Python functions are compared. Or rows
+                are added, and `fn` draws from seeds or writes variables in row order: their state is not stored.
 
         Examples:
             >>> import tempfile

@@ -179,7 +179,7 @@ _FILES = {
 """Code to load the files that `run` writes, by suffix. Other names are directories."""
 
 _OTHER_FILES = frozenset(
-    ".arrow .avro .csv .feather .h5 .hdf5 .ipc .json .jsonl .keras .mat .ndjson .orc .pickle .pkl .pq .pt .safetensors .sqlite "
-    ".tsv .txt .xlsx .zip".split()
+    ".arrow .avro .bz2 .csv .feather .gz .h5 .hdf5 .ipc .json .jsonl .keras .mat .ndjson .orc .pickle .pkl .pq .pt "
+    ".safetensors .sqlite .tar .tsv .txt .xlsx .xz .zip .zst".split()
 )
 """Suffixes of files that `run` cannot write, for which a directory would be a surprise."""

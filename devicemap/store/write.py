@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.compile.audit import op_types
 from devicemap.compile.compiled import CompiledMap
 from devicemap.data.rows import HOST, Rows, as_rows
 from devicemap.data.shards import join
@@ -76,8 +77,11 @@ def write(
             writer.put(header, (StoredChunk(row.start, row.start + 1, inputs, device=shard.device, error=text), ()))
 
         # This thread commits, so that devices do not wait for the disk. Chunks that finish during a commit are in the next one.
+        begins_again = _begins_again(compiled, directory) if writer.stored else []
         for _ in mapper.chunks(missing, compiled, ChunkOptions(deterministic=False, leave_out=leave_out), keep):
             writer.flush()
+            while begins_again:
+                warn_user(f"{mapper.program.name} {begins_again.pop()}", RuntimeWarning)
         writer.put(header._replace(rows=missing.rows_read))
     return compiled, [chunk for chunk in stored if chunk.error is not None]
 
@@ -113,6 +117,22 @@ def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tup
         "name": mapper.program.name,
     }
     return json.loads(json.dumps(call)), uncovered
+
+
+def _begins_again(compiled: CompiledMap, directory: Path) -> list[str]:
+    """Describe the state that changes the results of a function, and that a directory does not hold."""
+    concrete, audit = compiled.traced.concrete, compiled.traced.audit
+    found = []
+    if audit.fixed_seeds or audit.advances_seed or "RngReadAndSkip" in op_types(concrete):
+        found.append(
+            f"draws from seeds: if the program has started again with the same seeds, new rows repeat the random numbers of "
+            f"rows in {directory}. The option seed avoids this"
+        )
+    if audit.ordered:
+        found.append(
+            f"writes variables in row order. {directory} does not hold their values, so new rows begin with the present ones"
+        )
+    return found
 
 
 def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> None:

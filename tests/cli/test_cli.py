@@ -339,6 +339,7 @@ MISTAKES = [
     (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
     (["functions.py:double", "x.npy"], 2, "is not a package; use functions:double"),
     (["./functions.py:double", "x.npy"], 2, "; use functions:double"),
+    (["../functions.py:double", "x.npy"], 2, "found from the current directory and PYTHONPATH"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
     (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
@@ -359,6 +360,7 @@ MISTAKES = [
         2,
         "--out y.CSV; expected the suffix .npy, .npz, .parquet, .tfrecord",
     ),
+    (["nothing:is_called", "x.npy", "--out", "y.tfrecord.gz"], 2, "--out y.tfrecord.gz; expected the suffix .npy, "),
     (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
 ]
 

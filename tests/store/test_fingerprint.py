@@ -179,6 +179,43 @@ def test_results_of_the_same_function_are_kept(name: str, tmp_path: Path) -> Non
     assert [warning.filename for warning in caught] == [__file__] * len(caught)
 
 
+def _seeded() -> Callable[..., Any]:
+    tf.random.set_seed(1)
+    return lambda row: row + tf.random.uniform([])
+
+
+def _in_row_order() -> Callable[..., Any]:
+    total = tf.Variable(0.0)
+    return lambda row: total.assign(total + row)
+
+
+def _drawing() -> Callable[..., Any]:
+    generator = tf.random.Generator.from_seed(1)
+    return lambda row: row + generator.uniform([])
+
+
+def _dropping() -> Callable[..., Any]:
+    dropout = tf.keras.layers.Dropout(0.5, seed=1)
+    return lambda row: dropout(row, training=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (_seeded, "draws from seeds"),
+        (_drawing, "draws from seeds"),
+        (_dropping, "draws from seeds"),
+        (_in_row_order, "row order"),
+    ],
+)
+def test_new_rows_warn_of_state_that_begins_again(make: Any, state: str, tmp_path: Path) -> None:
+    """As in a program that starts again after a crash: new rows repeat numbers, or lack the state after the stored rows."""
+    for rows, expected in ((4, nullcontext([])), (6, pytest.warns(RuntimeWarning, match=state)), (6, nullcontext([]))):
+        with expected as caught:
+            devicemap.DeviceMap(make(), batch_size=2, devices="CPU:0", name="fn").write(DATA[:rows], tmp_path)
+        assert [warning.filename for warning in caught] == [__file__] * len(caught)
+
+
 def test_another_number_stream_is_another_function(tmp_path: Path) -> None:
     """XLA draws other numbers, and so does a vectorized op with a seed of its own."""
     _write(lambda r: r * 2, tmp_path / "a")
