@@ -77,8 +77,8 @@ def parallel_map(
         devices: `None` for all local GPUs, or all local CPUs if there is none; a kind (`"GPU"`); or a list of names
             (`"GPU:1"`, `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
-        vectorize: for a `fn` of one row: `True` as `tf.vectorized_map`, `False` as `tf.map_fn`. `"auto"` vectorises if results
-            are dense and all ops are tested to give the same results, and otherwise maps as `tf.map_fn`.
+        vectorize: for a `fn` of one row: `True` as `tf.vectorized_map`, `False` as `tf.map_fn`. `"auto"` vectorises if
+            data is dense. Ops without a tested vectorised form then run row by row, or the whole `fn` does.
         batch_size: rows per device call. An int: each chunk of that many rows goes to the first idle device. Batches of a
             dataset are cut to that size. `"auto"`: the size of chunks is measured for each device. `None`: batches of a
             dataset stay whole. Data in memory is cut into one shard per device if the call is short or under a tape. Other

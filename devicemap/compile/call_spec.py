@@ -17,7 +17,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Identifies one graph of a `CompiledMap`. Equal specs share one `ConcreteFunction`."""
+    """Identifies a graph of a `CompiledMap`. Only functions with fixed seeds have several graphs per spec."""
 
     slots: tuple[int, ...]
     """Indices of the slots that get a shard each; exactly one for `CHUNKS`."""

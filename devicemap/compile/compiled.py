@@ -33,10 +33,10 @@ _KEPT_SHARDS = 256
 
 
 class CompiledMap:
-    """A traced function on slots, and one graph per `CallSpec`.
+    """A traced function on slots, and the graphs of its calls.
 
-    A slot is a device that takes one shard of a call. A device may have several slots. Graphs are built on first use, under
-    one lock, and never change, so calls need no lock.
+    A slot is a device that takes one shard of a call. A device may have several slots. Graphs are built under one
+    lock and never change, so calls need no lock.
     """
 
     def __init__(self, slots: Sequence[str], output_device: str, trace: Callable[[Stream | None], Traced], name: str):

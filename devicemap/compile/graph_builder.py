@@ -40,7 +40,7 @@ def ops_are_deterministic() -> bool:
 
 @dataclass(frozen=True)
 class CallGraphBuilder:
-    """Builds the graph that a `CallSpec` identifies. Every property of the graph follows from its fields."""
+    """Builds the graph that a `CallSpec` identifies."""
 
     spec: CallSpec
     traces: Sequence[Traced]

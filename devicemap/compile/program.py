@@ -220,13 +220,13 @@ class ProgramCache:
         """
         # Each access creates a new bound method, so the key consists of its object and its function.
         parts = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn,)
-        compiled_for = {name: value for name, value in options.items() if name != "progress"}
-        compiled_for["task"] = task_device.get()
+        relevant = {name: value for name, value in options.items() if name != "progress"}
+        relevant["task"] = task_device.get()
         try:
             in_place = variables_of(options.get("in_place", ()))
-            compiled_for["in_place"] = [id(variable) for variable in in_place]
+            relevant["in_place"] = [id(variable) for variable in in_place]
             # By identity, because __hash__ and __eq__ would call the user's code; and with types, because True == 1.
-            key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in compiled_for.items()))
+            key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in relevant.items()))
             hash(key)
         except (TypeError, OptionError):  # an option that is not hashable, or not valid
             return Program(fn, options)

@@ -167,7 +167,7 @@ class BoundReduction(ABC):
         return [*state, count]
 
     def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """Merge neighboring states, in eager code, into leaves `[1, ...]`. The first part may be a merged state."""
+        """Merge neighbouring states, in eager code, into leaves `[1, ...]`. The first part may be a merged state."""
         return list(self._merge_graph(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
 
     def merged_as_they_come(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:

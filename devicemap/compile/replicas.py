@@ -1,7 +1,7 @@
 """The replicas that slots capture instead of variables and tensors on other devices.
 
-A function that reads a variable of another device fetches it at each read, and in each step of a loop. So each call creates a
-replica on the device of the slot, a temporary variable. `copies_variables` decides which graphs use replicas. Variables in
+A function that reads a variable of another device fetches it at each read, and in each step of a loop. So a call may create
+a replica on the device of the slot, a temporary variable. `copies_variables` decides which graphs use replicas. Variables in
 `in_place` and state that `fn` writes have no replicas. Seeds that a call advances differ between slots. A captured tensor never
 changes. Each device gets it once for all calls, or once per call if gradients go through it. Values are sent along trees, and
 another host gets a value once.
@@ -113,7 +113,7 @@ class Replicas:
         return {k: v for k, v in self._copied.items() if v.device != self._slots[slot]} | self._seeds
 
     def values(self, slots: Iterable[int]) -> dict[Any, Any]:
-        """Return a value for each of these slots, by key. Each original is read once, on its device."""
+        """Return a value or a handle for each of these slots, by key. Each original is read once, on its device."""
         wanted = [*slots]
         found: dict[Any, Any] = {}
         sent: dict[Any, tuple[Any, str, Lookups]] = {}

@@ -80,7 +80,7 @@ def row_counts(parts: Sequence[Any]) -> Any:
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
     """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
 
-    `returned` has the row counts of each leaf. It is empty if there is only one shard.
+    `returned` has the row counts of each leaf. It is empty if there is only one shard, unless results are reduced.
     """
     counted = [counts.numpy() for counts in returned] or [[_eager_count(leaf)] for leaf in results]
     for leaf, counts in enumerate(counted):

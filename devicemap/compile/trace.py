@@ -1,7 +1,7 @@
 """User function -> one traced function over the rows of a shard.
 
 `fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows calls that trace.
-The loop is vectorised if every op is tested to give the same results, and is otherwise a `tf.map_fn`.
+In a vectorised loop, ops without a tested vectorised form run row by row. Other functions run in a loop over the rows.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def shard_rows(rows: int, slots: Sequence[str]) -> tuple[Shard, ...]:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join dense, ragged or sparse leaves of neighboring rows into one leaf, in eager code or in a graph.
+    """Join dense, ragged or sparse leaves of neighbouring rows into one leaf, in eager code or in a graph.
 
     Raises:
         FunctionError: dense parts differ in their inner shapes. In a graph, TensorFlow raises an error when the graph runs.

@@ -16,10 +16,10 @@ _FIRST_ROWS = 8
 """Rows of the first chunks."""
 
 _SHARES = 3.0
-"""A device has at most this fraction of its expected share of the remaining rows in flight."""
+"""A device has at most one part in this many of its expected share of the remaining rows in flight."""
 
 _PROBES = 32
-"""A device without a measurement takes at most this fraction of an even share."""
+"""A device without a measurement takes at most one part in this many of an even share."""
 
 _SHORTEST_SECONDS = 0.003
 """Chunks are not cut shorter than this for balance: the overhead of a chunk is a tenth of it."""

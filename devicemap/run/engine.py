@@ -1,4 +1,4 @@
-"""The choice between the two engines: a pure function of measurements."""
+"""The choice between the two engines, a pure function, and the measurements on which it depends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def choose_engine(
     Args:
         rows: number of rows.
         slots: devices, or cores of a CPU, that take one shard each.
-        differentiable: whether a tape records the call, or results depend on the shards.
+        differentiable: whether chunks are not allowed: a tape records the call, results depend on the shards, or for other
+            reasons of `CompiledMap.may_use_chunks`.
         seconds_per_row: last measurement of this map in chunks; `None` before there is one.
         graph_seconds_per_row: the same in one graph.
         first_seconds_per_row: the same in chunks before that measurement, in a call that may also compile.

@@ -4,8 +4,9 @@
     chunks      source ── chunks ──> the first idle device's function ──> reorder buffer ── join ──> rows
 
 The graph engine has the lowest cost per call and is differentiable. The chunk engine sends each chunk to the first idle
-device. It balances load, bounds memory, and retries chunks that fail. It runs calls on datasets, calls with a `batch_size`,
-and long calls on data in memory (`choose_engine`). Both engines share the traced function.
+device. It balances load, bounds memory, and retries chunks that fail. It runs streams, `write`, calls on datasets, calls
+with a `batch_size` or `on_error="skip"`, and long calls on data in memory (`choose_engine`). Both engines share the traced
+function.
 """
 
 from __future__ import annotations

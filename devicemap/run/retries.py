@@ -1,4 +1,4 @@
-"""Choose the action after a chunk failed, by the class of its error. Pure functions."""
+"""Choose the action after a chunk failed, by the class of its error, and find the row that failed."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from devicemap._tensorflow.functions import (
     graphs_within,
     last_set_seed,
     python_function,
+    wait_for,
     with_captures,
 )
 from devicemap._tensorflow.gradients import (
@@ -26,7 +27,6 @@ from devicemap._tensorflow.gradients import (
     holds_gradients,
     order_of_gradients,
     redirecting,
-    wait_for,
 )
 from devicemap._tensorflow.pfor import of_all_rows
 from devicemap._tensorflow.runtime import allocator_bytes, run_beside_inputs
