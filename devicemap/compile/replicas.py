@@ -82,7 +82,7 @@ class Replicas:
         self._loops = traced.audit.loops
         self._loop_home = stay[0] if stay and spec.differentiable and self._loops else None
         self._copied = read if copied and not self._loop_home else {}
-        self._lookups = lookups_in(traced.concrete, traced.seeds) if spec.differentiable and len(slots) > 1 else {}
+        self._lookups = lookups_in(traced.concrete, traced.seeds) if spec.differentiable else {}
         self.are_local = not stay
         """Whether every resource that a slot uses is on its device."""
         self._kept: list[dict[Any, Any]] = [{} for _ in slots]

@@ -572,3 +572,14 @@ def test_variables_that_are_sent_together_have_gradients_of_their_own(devices: l
     for found in (gradients(mapper), tf.function(gradients)(mapper), gradients(tf.function(mapper))):
         assert [each is None for each in found] == [each is None for each in expected]
         assert_close(*([tf.convert_to_tensor(each) for each in some if each is not None] for some in (found, expected)))
+
+
+@pytest.mark.parametrize("slots", [["CPU:1"], ["CPU:1", "CPU:2"]], ids=str)
+def test_gradients_of_lookups_have_slices(slots: list[str]) -> None:
+    """Variables that are sent together have dense gradients."""
+    mapper = devicemap.DeviceMap(lambda i: tf.gather(WEIGHTS, i) * SCALE + BIAS, devices=slots)
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(mapper(tf.constant([0, 2, 0, 1])))
+    of_weights, *others = tape.gradient(total, [WEIGHTS, SCALE, BIAS])
+    assert of_weights.indices.numpy().tolist() == [0, 2, 0, 1]
+    assert all(isinstance(each, tf.Tensor) for each in others)
