@@ -556,6 +556,7 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
     assert float(found) == 4.0
 
 
+@pytest.mark.private("gradients of the variables on each device by themselves")
 def test_variables_that_are_sent_together_have_gradients_of_their_own(devices: list[str]) -> None:
     """One of them has none."""
 
@@ -574,6 +575,7 @@ def test_variables_that_are_sent_together_have_gradients_of_their_own(devices: l
         assert_close(*([tf.convert_to_tensor(each) for each in some if each is not None] for some in (found, expected)))
 
 
+@pytest.mark.private("gradients of the variables on each device by themselves")
 @pytest.mark.parametrize("slots", [["CPU:1"], ["CPU:1", "CPU:2"]], ids=str)
 def test_gradients_of_lookups_have_slices(slots: list[str]) -> None:
     """Variables that are sent together have dense gradients."""
