@@ -61,10 +61,13 @@ def load_object(name: str) -> Any:
         found = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
         module = os.path.relpath(name).replace(".py:", ":").replace("/", ".")
+        advice = ""
         if module.startswith(".."):
             advice = "; MODULE is found from the current directory and PYTHONPATH"
-        else:
-            advice = f"; use {module}" if ".py:" in name else "" if ":" in name else "; expected MODULE:FUNCTION"
+        elif ".py:" in name:
+            advice = f"; use {module}"
+        elif ":" not in name:
+            advice = "; expected MODULE:FUNCTION"
         raise OptionError(f"{name}: {type(error).__name__}: {error}{advice}") from error
     if isinstance(found, ModuleType):
         raise OptionError(f"{name} is a module; expected MODULE:FUNCTION")
