@@ -11,9 +11,7 @@ function.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -29,10 +27,10 @@ from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, DeviceMapError, OptionError, error_text, warn_user
-from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_name
+from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, Shard, short_name
 from devicemap.run.chunk_engine import run_chunks
-from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
-from devicemap.run.engine import ROWS_PER_SLOT, CallStats, choose_engine
+from devicemap.run.chunk_sizes import chunks_in_flight
+from devicemap.run.engine import CallStats, choose_engine
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
 from devicemap.run.workers import ChunkOptions, Result, Runner
 
@@ -78,34 +76,17 @@ class Mapper:
         stats = _stats.setdefault(compiled, CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
         one_graph_only = gradients > 0 or not compiled.may_use_chunks
-        slots, known = len(compiled.slots), stats.seconds_per_row
-        engine = choose_engine(
-            count,
-            slots,
-            one_graph_only,
-            known.get("chunks"),
-            graph_seconds_per_row=known.get("one graph"),
-            first_seconds_per_row=stats.first_seconds_per_row.get("chunks"),
-            free=rows_are_free(stats.throughput.values()),
-        )
-        began = time.perf_counter()
-        fits = stats.most_rows is None or count <= stats.most_rows
-        if engine == "one graph" and (one_graph_only or fits):
+        if one_graph_only or choose_engine(count, len(compiled.slots), stats) == "one graph":
             retried = self._options.max_retries > 0 and not one_graph_only
             try:
-                results = run_graph(self.program, compiled, rows, gradients, self._observers, retried)
+                with stats.measuring("one graph", count, len(compiled.slots)):
+                    return run_graph(self.program, compiled, rows, gradients, self._observers, retried)
             except tf.errors.OpError as error:
                 if not (retried and is_out_of_memory(error)):
                     raise
                 stats.most_rows = count - 1
-                began = time.perf_counter()
-            else:
-                if count >= ROWS_PER_SLOT * slots:  # the time per row of fewer rows does not predict that of more
-                    stats.add(engine, (time.perf_counter() - began) / count)
-                return results
-        results = self._joined(MemorySource(rows, None), compiled)
-        stats.add("chunks", (time.perf_counter() - began) / count)
-        return results
+        with stats.measuring("chunks", count, len(compiled.slots)):
+            return self._joined(MemorySource(rows, None), compiled)
 
     def _inside_function(self, data: Any) -> Any:
         """Map over data in memory, inside the user's own `tf.function`."""
@@ -130,21 +111,20 @@ class Mapper:
         return self._joined(source, self.program.compiled_for(source))
 
     def _joined(self, source: Source, compiled: CompiledMap) -> Any:
-        """Return the results of all chunks, joined or merged in order."""
+        """Map over a source in chunks, and return the results of all chunks, joined or merged in order."""
         if compiled.traced.reduction is not None:
-            results = self.chunks(source, compiled, ChunkOptions(window=self._window(compiled)))
+            results = self.chunks(source, compiled, window=self._window(compiled))
             return compiled.pack_states(state for result in results for state in result.parts)
-        parts = [part for result in self.chunks(source, compiled, ChunkOptions()) for part in result.parts]
+        parts = [part for result in self.chunks(source, compiled) for part in result.parts]
         return self._join(compiled, parts) if parts else compiled.pack_no_rows()
 
     def stream(self, data: Any) -> Iterator[Any]:
         """Yield the results of chunks, with bounded memory."""
         source = self.source(data, "streamed")
         compiled, in_order = self.program.compiled_for(source), self._options.deterministic
-        options = ChunkOptions(window=self._window(compiled), deterministic=in_order)
 
         def chunks() -> Iterator[Any]:
-            for result in self.chunks(source, compiled, options):
+            for result in self.chunks(source, compiled, window=self._window(compiled), deterministic=in_order):
                 if not result.parts:  # all of its rows failed
                     continue
                 chunk = self._join(compiled, result.parts)
@@ -196,41 +176,46 @@ class Mapper:
         self,
         source: Source,
         compiled: CompiledMap,
-        options: ChunkOptions,
+        *,
+        window: int | None = None,
+        deterministic: bool = True,
         keep: Callable[[Chunk, list[Any]], None] | None = None,
+        leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None,
     ) -> Iterator[Result]:
-        """Yield the results of all chunks. With `keep`, each worker passes its results to it instead."""
+        """Yield the results of all chunks.
+
+        Args:
+            source: the chunks.
+            compiled: the function for their specs.
+            window: the most chunks that are read and not delivered; `None`: any number.
+            deterministic: whether chunks are delivered in input order, or as they finish.
+            keep: callback of a worker for a chunk and its results, which are then not yielded.
+            leave_out: callback of a worker for a row that is left out: the row as a chunk, its device and its error.
+        """
         if self._skips and compiled.traced.audit.ordered:
             raise OptionError(
                 "on_error='skip' and a fn that writes variables in row order: a row that fails may have written already; use "
                 "assign_add, or return the new value"
             )
-        cancellation = Cancellation()
+        cancellation, failures = Cancellation(), _Failures()
         functions = compiled.chunk_functions(cancellation)
         runners = [
             self._runner(compiled, device, functions[device], most, keep)
             for device, most in in_flight(compiled, self._options.prefetch).items()
         ]
-        lost: list[DeviceLost] = []
-        failed: list[str] = []
-        succeeded = False
         try:
             with self._observers.of_chunks(compiled) as observe:
 
                 def on_event(event: Event) -> None:
-                    nonlocal succeeded
-                    if isinstance(event, DeviceLost):
-                        lost.append(event)
-                    elif isinstance(event, ChunkFinished):
-                        succeeded = True
-                    elif isinstance(event, RowFailed):
-                        failed.append(f"{event.shard}: {error_text(event.error)}")
+                    failures.add(event)
                     observe(event)
 
-                options = replace(
-                    options,
+                options = ChunkOptions(
+                    window=window,
+                    deterministic=deterministic,
                     max_retries=self._options.max_retries,
                     skips=self._skips,
+                    leave_out=leave_out,
                     locates=self.program.may_repeat(compiled),
                     observe=on_event,
                     describe=self.program.located_error,
@@ -240,12 +225,8 @@ class Mapper:
                 yield from run_chunks(source, runners, options, throughput)
         finally:
             # A warning in the scheduler's thread would not name a line of the user's program.
-            for message in dict.fromkeys(map(_loss_message, lost)):
+            for message in failures.messages(rows=self.warns_of_failures):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
-            if failed and (self.warns_of_failures or not succeeded):
-                count = str(len(failed)) if succeeded else f"all {len(failed)}"
-                rows = "1 row failed and is" if count == "1" else f"{count} rows failed and are"
-                warn_user(f"{self.program.name}: {rows} left out; the first: {failed[0]}", RuntimeWarning)
 
     def _runner(
         self,
@@ -285,8 +266,33 @@ def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
     }
 
 
-def _loss_message(event: DeviceLost) -> str:
-    return (
-        f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
-        f"{error_text(event.error)}"
-    )
+class _Failures:
+    """The devices that were lost and the rows that failed in a call."""
+
+    def __init__(self) -> None:
+        self._lost: list[DeviceLost] = []
+        self._rows: list[RowFailed] = []
+        self._succeeded = False
+
+    def add(self, event: Event) -> None:
+        """Record an event of the call."""
+        if isinstance(event, DeviceLost):
+            self._lost.append(event)
+        elif isinstance(event, RowFailed):
+            self._rows.append(event)
+        elif isinstance(event, ChunkFinished):
+            self._succeeded = True
+
+    def messages(self, rows: bool) -> list[str]:
+        """Return warnings for lost devices and, with `rows` or if no chunk succeeded, for rows that failed."""
+        messages = [
+            f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
+            f"{error_text(event.error)}"
+            for event in self._lost
+        ]
+        if self._rows and (rows or not self._succeeded):
+            count, first = len(self._rows), self._rows[0]
+            failed = "1 row failed and is" if count == 1 else f"{count} rows failed and are"
+            everything = "" if self._succeeded else "all "
+            messages.append(f"{everything}{failed} left out; the first: {first.shard}: {error_text(first.error)}")
+        return list(dict.fromkeys(messages))

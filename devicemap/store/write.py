@@ -20,7 +20,6 @@ from devicemap.data.sources import Chunk, DatasetSource, Source
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, error_text, warn_user
 from devicemap.events import Shard
 from devicemap.run.mapper import Mapper
-from devicemap.run.workers import ChunkOptions
 from devicemap.store.database import Header, StoredChunk, open_database, open_for_writing
 from devicemap.store.encoding import START_AGAIN, describe_nest, digest, encode_leaves
 from devicemap.store.fingerprint import fingerprint
@@ -78,7 +77,7 @@ def write(
 
         # This thread commits, so that devices do not wait for the disk. Chunks that finish during a commit are in the next one.
         begins_again = _begins_again(compiled, directory) if writer.stored else []
-        for _ in mapper.chunks(missing, compiled, ChunkOptions(deterministic=False, leave_out=leave_out), keep):
+        for _ in mapper.chunks(missing, compiled, deterministic=False, keep=keep, leave_out=leave_out):
             writer.flush()
             while begins_again:
                 warn_user(f"{mapper.program.name} {begins_again.pop()}", RuntimeWarning)

@@ -12,66 +12,9 @@ import tensorflow as tf
 import devicemap
 from benchmarks import simulator
 from devicemap.events import short_name
-from devicemap.run.engine import CallStats, choose_engine
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 UNTAPED = pytest.mark.private("which calls no tape records")
-
-
-@pytest.mark.parametrize(
-    ("rows", "slots", "differentiable", "chunk_seconds", "graph_seconds", "first_seconds", "free", "engine"),
-    [
-        (1000, 8, True, 10.0, 20.0, 30.0, False, "one graph"),  # gradients do not go through chunks
-        (1000, 1, False, 10.0, 20.0, 30.0, False, "one graph"),
-        (127, 8, False, 10.0, 20.0, 30.0, False, "one graph"),
-        (1000, 8, False, None, None, None, False, "chunks"),  # how long it takes is unknown
-        (1000, 8, False, None, None, 3.0, True, "one graph"),  # rows cost nothing: tried
-        (1000, 8, False, None, 0.09, 0.05, True, "one graph"),
-        (1000, 8, False, None, 0.11, 0.10, True, "chunks"),  # one graph is slower than a call that compiles
-        (1000, 8, False, None, 0.11, 0.12, True, "one graph"),
-        (1000, 8, False, 2.0, None, 3.0, False, "chunks"),
-        (1000, 8, False, 0.2, None, 3.0, False, "one graph"),  # tried
-        (1000, 8, False, 0.5, 0.4, 3.0, False, "one graph"),
-        (1000, 8, False, 0.5, 0.6, 3.0, False, "chunks"),
-        (1000, 8, False, 0.05, 0.09, 3.0, False, "one graph"),  # short
-        (1000, 8, False, 1000.0, None, 3000.0, True, "one graph"),  # rows cost nothing: tried
-        (1000, 8, False, 1000.0, 2000.0, 3000.0, True, "chunks"),
-    ],
-)
-def test_choose_engine(
-    rows: int,
-    slots: int,
-    differentiable: bool,
-    chunk_seconds: Any,
-    graph_seconds: Any,
-    first_seconds: Any,
-    free: bool,
-    engine: str,
-) -> None:
-    chunks, graph, first = (
-        None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds, first_seconds)
-    )
-    chosen = choose_engine(
-        rows,
-        slots,
-        differentiable,
-        chunks,
-        graph_seconds_per_row=graph,
-        first_seconds_per_row=first,
-        free=free,
-    )
-    assert chosen == engine
-
-
-def test_calls_that_trace_or_make_functions_are_not_measurements() -> None:
-    stats = CallStats()
-    for engine, seconds in (("chunks", 9.0), ("chunks", 5.0), ("one graph", 7.0)):
-        stats.add(engine, seconds)
-    assert not stats.seconds_per_row
-    assert stats.first_seconds_per_row == {"chunks": 5.0, "one graph": 7.0}
-    for engine in ("chunks", "one graph"):
-        stats.add(engine, 1.0)
-    assert stats.seconds_per_row == {"chunks": 1.0, "one graph": 1.0}
 
 
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:
