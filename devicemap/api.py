@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from devicemap.compile.program import Program, ProgramCache
 from devicemap.compile.reduction import Reduction
-from devicemap.data.shards import as_dataset
+from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name

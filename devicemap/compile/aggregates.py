@@ -48,7 +48,7 @@ class Reducer:
     finish: Callable[[Any], Any] = lambda state: state
 
 
-def key_of(reducer: Reducer) -> Any:
+def reducer_key(reducer: Reducer) -> Any:
     """Return a hashable value that is equal for equal reducers."""
     with tf.init_scope():
         initial = map_nest(lambda leaf, _: tf.io.serialize_tensor(leaf).numpy(), reducer.initial)

@@ -19,9 +19,9 @@ from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_deterministic
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.random import Stream, streams_of_function
-from devicemap.compile.replicas import Replicas, captures_fit
+from devicemap.compile.replicas import Replicas, captures_fit, home_of
 from devicemap.compile.trace import Traced, in_fn
-from devicemap.data.rows import HOST, home_of
+from devicemap.data.rows import HOST
 from devicemap.data.shards import shard_rows
 from devicemap.data.structure import as_objects
 from devicemap.devices import kind_of, python_calls_at_once

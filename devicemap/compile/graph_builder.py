@@ -245,17 +245,3 @@ def _like_first(part: list[Any], first: list[Any]) -> list[Any]:
             leaf = tf.reshape(leaf, tf.where(shape[0] > 0, shape, empty))
         shaped.append(leaf)
     return shaped
-
-
-def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
-    """Return whether a tensor of a graph is computed from one of the `sources`, which are dense, ragged or sparse tensors."""
-    sources = tf.nest.flatten(list(sources), expand_composites=True)
-    looked_at, left = set(), [tensor]
-    while left:
-        each = left.pop()
-        if any(each is source for source in sources):
-            return True
-        if id(each.op) not in looked_at:
-            looked_at.add(id(each.op))
-            left += each.op.inputs
-    return False

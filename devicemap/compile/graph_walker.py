@@ -75,9 +75,7 @@ class GraphWalker:
 
     def called_by(self, node: Any) -> list[FunctionBody]:
         """Return the bodies of the functions that a node calls."""
-        names = [node.op]  # TensorFlow 1 calls a function by the type of an op
-        for value in node.attr.values():
-            names += [value.func.name, *(function.name for function in value.list.func)]
+        names = [node.op, *called_names(node)]  # TensorFlow 1 calls a function by the type of an op
         return [self._library[name] for name in names if name in self._library]
 
     def bodies(self) -> Iterator[FunctionBody]:
@@ -115,17 +113,24 @@ class GraphWalker:
                     yield from self.uses(function.arguments[place], live, function)
 
 
-def size_of(shape: Any, dtype: Any) -> int | None:
-    """Return the bytes of a tensor, or of one row if the first dimension is unknown; `None` if the size is unknown.
+def called_names(node: Any) -> list[str]:
+    """Return the names of the functions in the attributes of a `NodeDef`."""
+    functions = (each for value in node.attr.values() for each in (value.func, *value.list.func))
+    return [function.name for function in functions]
 
-    >>> size_of(tf.TensorShape([None, 3]), tf.float32), size_of(tf.TensorShape([None]), tf.string)
-    (12, None)
-    """
-    if shape.rank is None or dtype in (tf.string, tf.resource, tf.variant):
-        return None
-    inner = shape[1:] if shape.rank and shape[0] is None else shape
-    elements = inner.num_elements()
-    return None if elements is None else int(elements) * int(dtype.size)
+
+def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Return whether a tensor of a graph is computed from one of the `sources`, which are dense, ragged or sparse tensors."""
+    sources = tf.nest.flatten(list(sources), expand_composites=True)
+    looked_at, left = set(), [tensor]
+    while left:
+        each = left.pop()
+        if any(each is source for source in sources):
+            return True
+        if id(each.op) not in looked_at:
+            looked_at.add(id(each.op))
+            left += each.op.inputs
+    return False
 
 
 def node_name(name: str) -> str:

@@ -110,7 +110,7 @@ def attempt(
     finally:
         if left:
             cancellation.cancel()
-            wait_for(threads)
+            join_threads(threads)
     if not left:
         for thread in threads:
             thread.join()
@@ -129,7 +129,7 @@ def receive(queue: SimpleQueue[Any], deadline: float = math.inf) -> Any:
     raise Empty
 
 
-def wait_for(threads: Sequence[threading.Thread]) -> None:
+def join_threads(threads: Sequence[threading.Thread]) -> None:
     """Wait a limited time for threads whose calls were cancelled. Some may not have started, and one may be this thread."""
     deadline, pause = time.monotonic() + _FAREWELL_SECONDS, 50e-6
     others = [thread for thread in threads if thread is not threading.current_thread()]

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_by_name
 from devicemap._tensorflow.gradients import Lookups
-from devicemap.compile.graph_walker import BRANCHES, CALLS
+from devicemap.compile.graph_walker import BRANCHES, CALLS, called_names
 from devicemap.errors import failure
 
 _ALIASES = frozenset("Identity IdentityN ReadVariableOp Cast".split())
@@ -60,8 +60,7 @@ class _Function:
                     yield body, op
 
     def _called(self, op: Any) -> list[Any]:
-        names = [each.name for value in op.node_def.attr.values() for each in (value.func, *value.list.func)]
-        return [self._functions[name] for name in names if name in self._functions]
+        return [self._functions[name] for name in called_names(op.node_def) if name in self._functions]
 
     def _kind(self, body: _Body, indices: Any) -> Lookups:
         while True:

@@ -20,7 +20,7 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
 from devicemap.compile.trace import trace
-from devicemap.data.rows import HOST, Rows, key_of
+from devicemap.data.rows import HOST, Rows, structure_key
 from devicemap.data.shards import UNEVEN_ROWS
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on, task_device
@@ -103,7 +103,7 @@ class Program:
         """Return the compiled map for data of this structure, dtypes and inner shapes, which is traced once."""
         if self._process_id != os.getpid():
             raise DeviceError(_FORKED)
-        of_data = data.key if isinstance(data, Rows) else key_of(data.specs)
+        of_data = data.key if isinstance(data, Rows) else structure_key(data.specs)
         # XLA cannot compile loops and branches that TensorFlow changed for a gradient. So functions that it compiles have a
         # trace of their own (test_what_xla_compiles_after_gradients).
         within_xla = not tf.executing_eagerly() and compiled_as_a_part()

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.compile.aggregates import AGGREGATES, Reducer, key_of
+from devicemap.compile.aggregates import AGGREGATES, Reducer, reducer_key
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.data.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
@@ -51,7 +51,7 @@ class Reduction:
                 f"reducer={reducer!r}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, "
                 "or a devicemap.Reducer"
             )
-        self.key = key_of(reducer) if isinstance(reducer, Reducer) else freeze(self._reducer)
+        self.key = reducer_key(reducer) if isinstance(reducer, Reducer) else freeze(self._reducer)
         """Hashable; equal for equal reducers."""
 
     def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:

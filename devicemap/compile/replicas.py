@@ -28,7 +28,6 @@ from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.lookups import lookups_in
 from devicemap.compile.trace import Traced
 from devicemap.compile.transfers import send_along_tree, sent_together
-from devicemap.data.rows import home_of
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
@@ -287,3 +286,9 @@ def _without_value(variable: Any) -> Any:
     except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown shape
         nothing = variable.read_value()
     return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
+
+
+def home_of(tensor: Any) -> str:
+    """Return the device whose memory holds a tensor. `tensor.device` may be the device of the op that returned it."""
+    home = None if tensor.dtype in (tf.resource, tf.variant) else getattr(tensor, "backing_device", None)
+    return str(home or tensor.device)

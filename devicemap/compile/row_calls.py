@@ -24,7 +24,7 @@ from devicemap.compile.row_loop import row_by_row
 from devicemap.compile.vectorizable_ops import runs_row_by_row
 
 _RESULT = "_devicemap_result"
-"""Attribute of a placeholder: the `Result` that it stands for."""
+"""Attribute of a placeholder: the `CallResult` that it stands for."""
 
 _PLACEHOLDER = "devicemap_placeholder"
 """A part of the names of these tensors."""
@@ -43,7 +43,7 @@ _BEFORE_OTHERS = frozenset(["StatelessRandomGetKeyCounter"])
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """A result of a call, as an input of another."""
 
     call: RowCall
@@ -58,7 +58,7 @@ class RowCall:
         self.pfor, self.op, self.inputs = pfor, op, inputs
         self.reason = reason
         """Why it runs row by row."""
-        before = (each for taken in inputs if isinstance(taken, Result) for each in taken.call.calls)
+        before = (each for taken in inputs if isinstance(taken, CallResult) for each in taken.call.calls)
         self.calls: Sequence[RowCall] = [*dict.fromkeys(before), self]
         """The calls that a loop over rows has to run for the results of this one, in this order."""
 
@@ -67,7 +67,7 @@ class RowCall:
         tensors = []
         for i, output in enumerate(self.op.outputs):
             tensors.append(tf.compat.v1.placeholder_with_default(tf.zeros([0], output.dtype), None, _PLACEHOLDER))
-            setattr(tensors[i], _RESULT, Result(self, i))
+            setattr(tensors[i], _RESULT, CallResult(self, i))
         return wrap_stacked(tensors)
 
 
@@ -131,7 +131,7 @@ class RowCalls:
         """Return the call of an op in the loop for `call`. Calls for the ops `inside` before it exist."""
         if (call.pfor, op) not in self._calls:
             inputs = [
-                Result(self._calls[call.pfor, tensor.op], tensor.value_index)
+                CallResult(self._calls[call.pfor, tensor.op], tensor.value_index)
                 if tensor.op in inside
                 else _taken(convert(call.pfor, tensor))
                 for tensor in op.inputs
@@ -145,7 +145,7 @@ class RowCalls:
         If some of them need such results as numbers, the ops between are among them, unless these are many or slow.
         """
         done = {each.op for each in self._results if each.pfor is call.pfor and _is_stackable(each.op)}
-        taken = [tensor for tensor, each in zip(call.op.inputs, call.inputs) if isinstance(each, Result)]
+        taken = [tensor for tensor, each in zip(call.op.inputs, call.inputs) if isinstance(each, CallResult)]
         taken += [output for each in call.calls[:-1] if each.pfor is call.pfor for output in each.op.outputs]
 
         def possible(ops: Iterable[Any]) -> list[Any]:
@@ -167,7 +167,7 @@ class RowCalls:
             inside |= with_users(between)
 
 
-def result_of(tensor: Any) -> Result | None:
+def result_of(tensor: Any) -> CallResult | None:
     """Return the result that a placeholder stands for; `None` for other tensors."""
     return getattr(tensor, _RESULT, None)
 
@@ -179,14 +179,14 @@ def _taken(converted: Any) -> Any:
 def _in_one_loop(last: Sequence[RowCall]) -> dict[RowCall, list[Any]]:
     """Run calls, and those that they need, in one loop over rows. Return the results of each."""
     calls = _calls_for(last)
-    taken = (each for call in calls for each in call.inputs if not isinstance(each, Result))
+    taken = (each for call in calls for each in call.inputs if not isinstance(each, CallResult))
     stacked = {id(each.t): each.t for each in taken if each.is_stacked}
 
     def of_row(row: Sequence[Any]) -> list[Any]:
         rows, done = dict(zip(stacked, row)), dict[RowCall, list[Any]]()
 
         def input_of(each: Any) -> Any:
-            if isinstance(each, Result):
+            if isinstance(each, CallResult):
                 return done[each.call][each.index]
             return rows.get(id(each.t), each.t)
 

@@ -27,7 +27,7 @@ from devicemap._tensorflow.pfor import (
     with_own_inputs,
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
-from devicemap.compile.graph_walker import CALLS
+from devicemap.compile.graph_walker import CALLS, called_names
 from devicemap.compile.row_calls import RowCalls, is_short, needs_placeholders, result_of, saves_time
 from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, signature_of
 from devicemap.compile.source_lines import source_line
@@ -215,8 +215,7 @@ class _Vectorizer:
 
 def _was_differentiated(op: Any) -> bool:
     """Whether TensorFlow has changed a loop or a branch for its gradient. It then renames the functions of the op."""
-    functions = (each for value in op.node_def.attr.values() for each in (value.func, *value.list.func))
-    return any("_rewritten" in function.name for function in functions)
+    return any("_rewritten" in name for name in called_names(op.node_def))
 
 
 def _words(error: Exception) -> str:

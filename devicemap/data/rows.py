@@ -86,10 +86,10 @@ def as_rows(data: Any) -> Rows:
         raise DataError(
             f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
         )
-    return Rows(structure, leaves, known.pop() if known else None, key_of(structure))
+    return Rows(structure, leaves, known.pop() if known else None, structure_key(structure))
 
 
-def key_of(nest: Any) -> Any:
+def structure_key(nest: Any) -> Any:
     """Return the hashable value of a nest of tensors or their `tf.TypeSpec`s that `Rows.key` describes."""
     return freeze(nest, _key)
 
@@ -116,12 +116,6 @@ def any_rows(spec: Any) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return (tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec)(shape, spec.dtype)
-
-
-def home_of(tensor: Any) -> str:
-    """Return the device whose memory holds a tensor. `tensor.device` may be the device of the op that returned it."""
-    home = None if tensor.dtype in (tf.resource, tf.variant) else getattr(tensor, "backing_device", None)
-    return str(home or tensor.device)
 
 
 def row_spec(spec: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.compile.audit import Treatment, variable_of, writing_line
-from devicemap.compile.graph_walker import size_of
 from devicemap.compile.program import Program
+from devicemap.compile.replicas import home_of
 from devicemap.compile.trace import Traced
-from devicemap.data.rows import any_rows, as_rows, home_of
+from devicemap.data.rows import any_rows, as_rows
 from devicemap.data.sources import from_dataset
 from devicemap.data.structure import map_nest
 from devicemap.errors import DataError
@@ -113,7 +113,7 @@ def explain_call(program: Program, data: DataSpec) -> Plan:
 
 def _bytes_per_row(specs: Iterable[Any]) -> int | None:
     """Return the bytes of one row of all leaves; `None` if their shapes do not determine them."""
-    sizes = [size_of(spec.shape, spec.dtype) if isinstance(spec, tf.TensorSpec) else None for spec in specs]
+    sizes = [_size_of(spec.shape, spec.dtype) if isinstance(spec, tf.TensorSpec) else None for spec in specs]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
@@ -158,7 +158,7 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
         if {*devices} <= {home} and handling in (Handling.COPIED, Handling.KEPT, Handling.LOOKED_UP):
             handling = Handling.IN_PLACE
         line = writing_line(traced.function.graph, handle) if handling is Handling.ORDERED else None
-        size = size_of(thing.shape, thing.dtype) if thing.dtype != tf.resource else None
+        size = _size_of(thing.shape, thing.dtype) if thing.dtype != tf.resource else None
         found.append(Captured(name or f"capture {len(found) + 1}", size, home, handling, line))
     return tuple(found)
 
@@ -202,3 +202,16 @@ def _attributes(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _captured(value: Any) -> Any:
     """Return the object that a graph captures of a value: the state of a generator, or the handle of a table."""
     return value.state if isinstance(value, tf.random.Generator) else getattr(value, "resource_handle", value)
+
+
+def _size_of(shape: Any, dtype: Any) -> int | None:
+    """Return the bytes of a tensor, or of one row if the first dimension is unknown; `None` if the size is unknown.
+
+    >>> _size_of(tf.TensorShape([None, 3]), tf.float32), _size_of(tf.TensorShape([None]), tf.string)
+    (12, None)
+    """
+    if shape.rank is None or dtype in (tf.string, tf.resource, tf.variant):
+        return None
+    inner = shape[1:] if shape.rank and shape[0] is None else shape
+    elements = inner.num_elements()
+    return None if elements is None else int(elements) * int(dtype.size)

@@ -113,7 +113,7 @@ def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
     )
 
 
-def copied(call: LayerCall, device: str) -> LayerCall:
+def copied_layer(call: LayerCall, device: str) -> LayerCall:
     """Return a call with a copy of the layer, with equal values of its variables, which are on a device.
 
     Raises:

@@ -89,7 +89,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         results_in_training,
         seconds_of,
     )
-    from devicemap.pipelines.layers import StageModel, copied, layer_calls, runner_of
+    from devicemap.pipelines.layers import StageModel, copied_layer, layer_calls, runner_of
 
     check_count("n", n)
     check_choice("by", by, "time", "bytes")
@@ -121,7 +121,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         owned = []
         for call in calls[start:stop]:
             if id(call.layer) not in copies:
-                of_copy = copied(call, device)
+                of_copy = copied_layer(call, device)
                 check_copy(call, of_copy)
                 copies[id(call.layer)] = of_copy.layer
                 owned.append(of_copy.layer)

@@ -18,7 +18,7 @@ from devicemap._tensorflow.keras import is_seed, is_stateless, is_training, laye
 from devicemap._tensorflow.keras_graphs import graph_of
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
-from devicemap.compile.graph_builder import depends_on
+from devicemap.compile.graph_walker import depends_on
 from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, in_fn, trace

@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from devicemap.compile.invoke import receive, wait_for
+from devicemap.compile.invoke import join_threads, receive
 from devicemap.data.sources import Source
 from devicemap.events import CallFinished, CallStarted
 from devicemap.run.chunk_sizes import Throughput
 from devicemap.run.scheduler import DELIVERED, End, Scheduler
-from devicemap.run.workers import Call, ChunkOptions, Failure, Result, Runner
+from devicemap.run.workers import Call, ChunkOptions, ChunkResult, Failure, Runner
 
 
 def run_chunks(
     source: Source, runners: Sequence[Runner], options: ChunkOptions, throughput: dict[str, Throughput] | None = None
-) -> Iterator[Result]:
+) -> Iterator[ChunkResult]:
     """Yield the results of all chunks of a source, which is closed at the end.
 
     `throughput` holds measurements of earlier calls, and is updated at the end.
@@ -40,8 +40,8 @@ def run_chunks(
         options.cancel()
         scheduler.close()
         # An observer or the garbage collector may close the generator in any of these threads.
-        wait_for([thread])
-        wait_for(scheduler.threads)  # all of them: the scheduler starts no more
+        join_threads([thread])
+        join_threads(scheduler.threads)  # all of them: the scheduler starts no more
 
     atexit.register(stop)  # a thread that runs TensorFlow when the interpreter ends would abort the process
     try:
@@ -64,9 +64,9 @@ def run_chunks(
             call.notify(CallFinished, error=error)
 
 
-def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[Result]:
+def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult]:
     """Yield results in the order of rows from a reorder buffer, or as they arrive."""
-    buffer: dict[int, Result] = {}
+    buffer: dict[int, ChunkResult] = {}
     delivered, end = 0, None
     while end is None or delivered < end.chunks:
         message = receive(results)

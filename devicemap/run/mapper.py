@@ -32,7 +32,7 @@ from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight
 from devicemap.run.engine import CallStats, choose_engine
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
-from devicemap.run.workers import ChunkOptions, Result, Runner
+from devicemap.run.workers import ChunkOptions, ChunkResult, Runner
 
 _WINDOW = 4
 """The window, in multiples of the chunks in flight. It is larger than 1, so that a slow chunk does not stop the others."""
@@ -181,7 +181,7 @@ class Mapper:
         deterministic: bool = True,
         keep: Callable[[Chunk, list[Any]], None] | None = None,
         leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None,
-    ) -> Iterator[Result]:
+    ) -> Iterator[ChunkResult]:
         """Yield the results of all chunks.
 
         Args:

@@ -1,6 +1,6 @@
 """The scheduler of a call in chunks, which reads the source and sends each chunk to an idle device.
 
-    source ── take ──> scheduler ── a queue per device ──> workers ── Result, Failure ──> consumer
+    source ── take ──> scheduler ── a queue per device ──> workers ── ChunkResult, Failure ──> consumer
                            ^──────── Finished, Failed ────────┘──────── DELIVERED ─────────┘
 
 The scheduler runs in a thread of its own, which owns all state of the call, so that it needs no lock. It guarantees:

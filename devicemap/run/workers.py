@@ -129,7 +129,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Result:
+class ChunkResult:
     """A message to the consumer: the results of a chunk, in one or several parts."""
 
     number: int
@@ -253,5 +253,5 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
         waited, tries = 0.0, 0
-    call.to_consumer.put(Result(task.number, task.start, parts))
+    call.to_consumer.put(ChunkResult(task.number, task.start, parts))
     call.to_scheduler.put(Finished(task, device, began, call.now(), limit, rows_failed))

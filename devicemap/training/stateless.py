@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of
-from devicemap.compile.graph_builder import depends_on
+from devicemap.compile.graph_walker import depends_on
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 

@@ -11,8 +11,7 @@ from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, moving_averages_of, stored_in
 from devicemap.compile.audit import audit, op_types
-from devicemap.compile.graph_builder import depends_on
-from devicemap.compile.graph_walker import CALLS
+from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
 from devicemap.training.forward import ForwardPass

@@ -21,7 +21,7 @@ from indices import IndexSource
 
 from devicemap.data.sources import Chunk
 from devicemap.run.scheduler import DELIVERED, STOP, End, Scheduler
-from devicemap.run.workers import Call, ChunkOptions, Failure, Result, Runner, Task, work
+from devicemap.run.workers import Call, ChunkOptions, ChunkResult, Failure, Runner, Task, work
 from devicemap.types import DeviceLost
 
 Transient, Broken, Full, Bad = (
@@ -55,8 +55,8 @@ class Simulation(Call):
         self.messages = deque[Any]()
         self.time, self.steps = 0.0, 0
         self.lost = set[str]()
-        self.buffer: dict[int, Result] = {}
-        self.delivered: list[Result] = []
+        self.buffer: dict[int, ChunkResult] = {}
+        self.delivered: list[ChunkResult] = []
         self.end: End | Failure | None = None
         self.leaves_after: int | None = None
         self.alone = False
@@ -138,7 +138,7 @@ class Simulation(Call):
         return [*chunk.leaves[0]]
 
     @property
-    def next_result(self) -> Result | None:
+    def next_result(self) -> ChunkResult | None:
         numbers = [len(self.delivered)] if self.options.deterministic else [*self.buffer]
         return next((self.buffer[number] for number in numbers if number in self.buffer), None)
 
@@ -151,7 +151,7 @@ class Simulation(Call):
             if len(self.delivered) == self.leaves_after:
                 self.stopped = True
                 self.put(STOP)
-        elif isinstance(message := self.to_consumer.get(), Result):
+        elif isinstance(message := self.to_consumer.get(), ChunkResult):
             assert message.number not in self.buffer
             self.buffer[message.number] = message
         else:
