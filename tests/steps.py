@@ -260,12 +260,22 @@ class Varied(layers.Layer):
         return {"x": self.factor * self.weight * x + scores, "memory": None, "factor": self.factor}
 
 
+class Halved(layers.Layer):
+    """Halves rows in training mode, which may be a tensor."""
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return tf.where(tf.cast(training, tf.bool), x / 2, x)
+
+
 class Inconstant(keras.Model):
-    """A step that changes a layer, gives it a weight, draws numbers, and reads the losses of a layer inside another."""
+    """A step that changes a layer, gives it a weight, draws numbers, and reads the losses of a layer inside another.
+
+    Whether a layer is in training mode depends on the step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.varied, self.seeds = Varied(), keras.random.SeedGenerator(3)
+        self.varied, self.halved, self.seeds = Varied(), Halved(), keras.random.SeedGenerator(3)
         self.norm, self.out = layers.BatchNormalization(momentum=0.8), layers.Dense(2)
         self.queue = self.add_weight(shape=[5, 6], name="queue", trainable=False, initializer="ones")
         self.around = keras.Sequential([keras.Input([6]), layers.Dense(6), AddsLosses()])
@@ -275,7 +285,7 @@ class Inconstant(keras.Model):
         with tf.GradientTape() as tape:
             noise = 0.1 * keras.random.normal(tf.shape(x), seed=self.seeds)
             self.varied.factor = 0.5
-            first = self.varied(x + noise)["x"]
+            first = self.halved(self.varied(x + noise)["x"], training=self.optimizer.iterations % 2 == 0)
             loss = tf.add_n(self.varied.losses)
             self.varied.factor = 0.2
             second = self.varied(self.around(x)[:, None])["x"][:, 0] + self.varied(x, self.queue)["x"]

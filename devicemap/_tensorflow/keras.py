@@ -264,9 +264,15 @@ def forget_functions(model: Any) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def is_training() -> bool | None:
-    """Whether the Keras layer that is being called is in training mode; `None` if unknown, or if Keras is not in use."""
+def is_training() -> Any:
+    """Return the `training` of the Keras layer that is being called, which may be a tensor; `None` without one."""
     return getattr(_global("current_call_ctx"), "training", None)
+
+
+def may_train() -> bool:
+    """Whether the Keras layer that is being called is in training mode, or a tensor decides that."""
+    training = is_training()
+    return tf.is_tensor(training) or bool(training)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private
-from devicemap._tensorflow.keras import _global, is_stateless, is_training, layers_of
+from devicemap._tensorflow.keras import _global, is_stateless, layers_of, may_train
 
 _variables = Private("keras.src.backend.common.variables", "AutocastScope")
 
@@ -48,7 +48,7 @@ def begin_call(layers: Sequence[Any]) -> list[str]:
             layer._clear_losses()
     elif not is_stateless() and not tf.executing_eagerly():
         model = call.entry_layer
-        if is_training():
+        if may_train():
             build_optimizer(model)
         if getattr(model, "optimizer", None) is not None:
             trained = {id(variable) for variable in model.trainable_variables}

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, moving_averages_of, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, may_train, moments_by, moving_averages_of, stored_in
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
@@ -177,7 +177,7 @@ def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: 
         return "synchronized batch normalization exchanges values between devices"
     if runs_again:
         return "accumulate and recompute call layers again for their gradients"
-    if is_training() and audit(concrete).gradient_needs_variants:
+    if may_train() and audit(concrete).gradient_needs_variants:
         return "XLA does not compile a loop or branch apart from its gradient"
     if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
         return "XLA has no ragged or sparse tensors"
