@@ -275,6 +275,12 @@ def may_train() -> bool:
     return tf.is_tensor(training) or bool(training)
 
 
+def in_inference() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the layers that the current layer calls are in inference mode by default."""
+    context = _global("current_call_ctx")
+    return contextlib.nullcontext() if context is None else replacing(context, training=False)
+
+
 @functools.cache
 def _step() -> Any:
     import keras

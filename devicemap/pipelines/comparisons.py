@@ -13,11 +13,8 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import replacing
 from devicemap.errors import OptionError, brief
-from devicemap.inspect.verify import find_difference
+from devicemap.inspect.independence import dependence_on_rows, difference, random_tensors
 from devicemap.pipelines.layers import LayerCall
-
-_ROWS = 32
-"""Rows of the batch on which layers are compared and timed. The number also replaces unknown dimensions."""
 
 _FEW_ROWS = 8
 """Rows that are compared with half of them. They may be images, and the function a network."""
@@ -35,7 +32,7 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
     layer = call.layer
     modes = [{"training": False}, {"training": True}] if isinstance(layer, keras.Layer) else [{}]
     for largest, mode in product([1.0, 100.0], modes):
-        tensors = _random_tensors(call.inputs, largest)
+        tensors = random_tensors(call.inputs, largest)
         try:
             first, again, other = (_results(each, tensors, mode) for each in (call, call, of_copy))
         except tf.errors.InvalidArgumentError as error:
@@ -44,15 +41,15 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
             raise OptionError(
                 f"{layer.name} fails for random tensors of the shapes and dtypes that it takes: {brief(error)}"
             ) from error
-        if difference := _difference("an output", other, first, again, 1e-3):
+        if found := difference("an output", other, first, again, 1e-3):
             raise OptionError(
                 f"a copy of {layer.name} by get_config and variables of {type(layer).__name__} computes something else: "
-                f"{difference}. Let them return all variables and attributes that call() uses"
+                f"{found}. Let them return all variables and attributes that call() uses"
             )
 
 
 def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str) -> None:
-    """Compare the results of a function for some rows with those for half of the rows, unless it raises an exception.
+    """Compare the results of a function for some rows with those beside other rows, unless it raises an exception.
 
     Args:
         name: of the function.
@@ -66,22 +63,14 @@ def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given
     fixed = {tensor.shape[0] for tensor in given}
     if len(fixed) != 1:
         return
-    count = min(fixed.pop() or _FEW_ROWS, _FEW_ROWS)
-    whole = _random_tensors(given).values()
 
-    def made(rows: int) -> list[Any]:
+    def stateless(tensors: list[Any]) -> Any:
         with keras.StatelessScope():
-            results = run([tensor[:rows] for tensor in whole])
-        return [tensor[: count // 2] for tensor in tf.nest.flatten(results)]
+            return run(tensors)
 
-    try:
-        first, again, half = made(count), made(count), made(count // 2)
-    except Exception:  # the function may refuse random arguments, such as indices out of range
-        return
-    if difference := _difference("a result", half, first, again, 0.03):  # more than rounding, also of 16-bit floats
+    if found := dependence_on_rows(stateless, given, min(fixed.pop() or _FEW_ROWS, _FEW_ROWS)):
         raise OptionError(
-            f"{name}: {difference}, if half of the rows are left out. Microbatches see some of the rows, so each row of a "
-            f"result must depend on one row; {advice}"
+            f"{name}: {found}. Microbatches see some of the rows, so each row of a result must depend on one row; {advice}"
         )
 
 
@@ -132,7 +121,7 @@ def seconds_of(call: LayerCall) -> float:
 
 def _graph_of(call: LayerCall, **options: Any) -> Any:
     """Return a `tf.function` of a call on random rows, with these options of the layer's `call`."""
-    tensors = _random_tensors(call.inputs)
+    tensors = random_tensors(call.inputs)
 
     @tf.function(autograph=False)
     def run() -> Any:
@@ -152,30 +141,3 @@ def _unchanged(layer: Any) -> Iterator[Any]:
 def _results(call: LayerCall, tensors: dict[int, Any], mode: Any) -> list[Any]:
     with _unchanged(call.layer) as scope:
         return [*tf.nest.flatten(call.run(tensors, **mode)), *scope.losses]
-
-
-def _difference(
-    what: str, found: Sequence[Any], first: Sequence[Any], again: Sequence[Any], tolerance: float
-) -> str | None:
-    """Describe a difference between found and first results, unless that result changes from the first call to another."""
-    if len(found) != len(first):
-        return f"{len(found)} outputs and losses, not {len(first)}"
-    for one, other, wanted in zip(first, again, found):
-        same = find_difference(what, other, one, tolerance) is None
-        if same and (difference := find_difference(what, wanted, one, tolerance)):
-            return difference
-    return None
-
-
-def _random_tensors(symbolic: Sequence[Any], largest: float = 1.0) -> dict[int, Any]:
-    """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1, which are valid indices for most layers."""
-
-    def random(i: int, tensor: Any) -> Any:
-        dtype = tf.as_dtype(tensor.dtype)
-        shape = [size or _ROWS for size in tensor.shape]
-        if dtype == tf.string:
-            return tf.zeros(shape, dtype)
-        low, high, drawn = (-largest, largest, tf.float32) if dtype.is_floating else (0, 2, tf.int32)
-        return tf.cast(tf.random.stateless_uniform(shape, [0, i], low, high, drawn), dtype)
-
-    return {id(tensor): random(i, tensor) for i, tensor in enumerate(symbolic)}

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, may_train, moments_by, moving_averages_of, stored_in
+from devicemap._tensorflow.keras import (
+    batch_norms_of,
+    in_inference,
+    is_seed,
+    may_train,
+    moments_by,
+    moving_averages_of,
+    stored_in,
+)
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
-from devicemap.errors import failure
+from devicemap.errors import failure, warn_user
+from devicemap.inspect.independence import dependence_on_rows
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallScope, Given
@@ -21,9 +32,14 @@ from devicemap.training.stateless import CallScope, Given
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
 
+_COMPARED_ROWS = 2
+"""Rows on which a layer runs in inference mode, to find outputs that depend on other rows."""
+
 _MORE_ROWS = 83
 """Additional rows of the trace, which show how outputs depend on the number of rows."""
 
+_compared: WeakSet[Any] = WeakSet()
+"""The layers of which outputs for a row were compared beside other rows."""
 
 OTHER_LENGTHS = (
     "If one of several arguments has no rows, add a first axis of length 1, or set the length of its first axis with "
@@ -98,6 +114,9 @@ class Survey:
         known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
         """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
+        if len(forward.devices) > 1 and dense and layer not in _compared:
+            _compared.add(layer)
+            _check_independence(concrete, layer, given, forward.home)
         self._lookups: dict[int, Lookups] = {}
         if len(forward.devices) > 1 or runs_again:
             self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
@@ -154,6 +173,40 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
             "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
         )
+
+
+def _check_independence(concrete: Any, layer: Any, given: Given, device: str) -> None:
+    """Warn if outputs for a row in inference mode depend on other rows, unless the layer has side effects."""
+    found = audit(concrete)
+    if found.acts or found.random_ops or found.python_ops:
+        return
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        with tf.device(device):
+            difference = dependence_on_rows(partial(_infer, layer, given), given.rows, _COMPARED_ROWS)
+    if difference:
+        warn_user(
+            f"{layer.name}: {difference}. Each device sees some of the rows, so the results differ from those of one device; "
+            "compute values of several rows in compute_loss, or in a train_step of the model",
+            RuntimeWarning,
+        )
+
+
+def _infer(layer: Any, given: Given, rows: Sequence[Any]) -> list[Any]:
+    """Return the outputs of a layer in inference mode.
+
+    Raises:
+        ValueError: the call changes a variable, such as a seed. Then calls differ.
+    """
+    args, kwargs = given.with_rows(rows)
+    kwargs |= {"training": False} if "training" in kwargs else {}
+    scope = CallScope(losses=False)
+    with in_inference(), scope:
+        outputs = layer.call(*args, **kwargs)
+    if scope.changed:
+        raise ValueError(f"variables change: {len(scope.changed)}")
+    return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
