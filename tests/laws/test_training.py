@@ -98,6 +98,35 @@ def test_verify_names_the_first_layer_that_differs(devices: list[str]) -> None:
     assert str(verification.findings[0].output).startswith("the result['1_lambda")
 
 
+class Contracting(layers.Layer):
+    """Multiplies over features and over the batch, as `tf.tensordot(x, y, 2)` does by mistake."""
+
+    def call(self, x: Any) -> Any:
+        return tf.tensordot(x, x + 1, 3) + tf.reduce_sum(x, 1)
+
+
+@pytest.mark.parametrize(
+    ("make_layers", "mixes"),
+    [
+        (lambda: [Contracting()], True),
+        (lambda: [layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))], True),
+        (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], True),
+        (lambda: [layers.BatchNormalization(), layers.LSTM(3)], False),
+        (lambda: [layers.Dropout(0.5), layers.GRU(3)], False),
+    ],
+)
+def test_outputs_that_depend_on_other_rows_are_reported_once(
+    make_layers: Any, mixes: bool, devices: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    model = keras.Sequential([layers.Embedding(9, 4), *make_layers()])
+    model.compile("sgd", "mse", jit_compile=False)
+    model = devicemap.parallelize(model, devices)
+    for _ in range(2):
+        model.predict(np.arange(64).reshape(32, 2) % 9, verbose=0)
+    warnings = [str(each.message) for each in recwarn if "Each device sees some of the rows" in str(each.message)]
+    assert len(warnings) == mixes
+
+
 @pytest.mark.parametrize("name", ["momentum, clipnorm", "scaled"])
 def test_spread_variables_are_updated_where_they_are(name: str, devices: list[str]) -> None:
     case = CASES[name]
