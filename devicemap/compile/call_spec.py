@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+ANY_ORDER = 2
+"""The order of gradients of a graph that gradients of any order go through."""
+
 
 class Engine(Enum):
-    """How a graph runs."""
+    """The engine that runs a graph. One graph has three forms, by its caller."""
 
     GRAPH = "one graph, called from eager code"
     INLINE = "one graph, as a part of the user's tf.function"
@@ -25,7 +28,7 @@ class CallSpec:
     engine: Engine = Engine.GRAPH
 
     gradients: int = 0
-    """The highest order of gradients that tapes may request: 0 none, 1 first, 2 any."""
+    """The highest order of gradients that tapes may request, at most `ANY_ORDER`."""
 
     empty_shards: bool = False
     """Whether a shard may have no rows. Its device is then not called."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap.compile.call_spec import CallSpec
+from devicemap.compile.call_spec import ANY_ORDER, CallSpec
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.invoke import attempt
@@ -198,13 +198,16 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
         engine = compiled.engine_inside()
         most = 1 if compiled_as_a_part() else len(compiled.slots)  # XLA compiles all shards for one device
         if rows.count and most == 1:
-            spec, sizes = CallSpec.of_shards(1, engine, 2, static_rows=True), tf.constant([rows.count], tf.int32)
+            spec, sizes = (
+                CallSpec.of_shards(1, engine, ANY_ORDER, static_rows=True),
+                tf.constant([rows.count], tf.int32),
+            )
         elif rows.count:
             shards, sizes = compiled.shards(rows.count)
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
-            spec = CallSpec.of_shards(len(shards), engine, 2, static_rows=static_rows)
+            spec = CallSpec.of_shards(len(shards), engine, ANY_ORDER, static_rows=static_rows)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
-            spec = CallSpec.of_shards(most, engine, 2, empty_shards=rows.count == 0 or not filled)
+            spec = CallSpec.of_shards(most, engine, ANY_ORDER, empty_shards=rows.count == 0 or not filled)
             sizes = sizes_in_graph(count, most)
         graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
