@@ -29,7 +29,7 @@ from devicemap.compile.transfers import send_along_tree, sent_together
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
-from devicemap.errors import failure, warn_user
+from devicemap.errors import failure
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
 from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, meeting
@@ -70,13 +70,11 @@ class MappedCall:
         Raises:
             FunctionError: the layer needs rows or state of other devices.
         """
-        reason = self._survey.not_for_xla
-        if reason and self._forward.model.jit_compile and not tf.executing_eagerly():
-            warn_user(
-                f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {reason}. "
-                "Compile the model with jit_compile=False",
-                RuntimeWarning,
-            )
+        results = self._run()
+        self._survey.warn(self._forward.model.jit_compile and not tf.executing_eagerly())
+        return results
+
+    def _run(self) -> list[Any]:
         on_devices = self._in_lockstep if self._survey.meets else self._apart
         if self._given.count is not None:
             results = on_devices(self._rows)

@@ -114,15 +114,31 @@ class Survey:
         known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
         """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
+        self._mixes_rows: str | None = None
         if len(forward.devices) > 1 and dense and layer not in _compared:
             _compared.add(layer)
-            _check_independence(concrete, layer, given, forward.home)
+            self._mixes_rows = _dependence_on_rows(concrete, layer, given, forward.home)
         self._lookups: dict[int, Lookups] = {}
         if len(forward.devices) > 1 or runs_again:
             self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
+
+    def warn(self, jit_compile: bool) -> None:
+        """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
+        if self._mixes_rows:
+            warn_user(
+                f"{self._layer.name}: {self._mixes_rows}. Each device sees some of the rows, so the results differ from those "
+                "of one device; compute values of several rows in compute_loss, or in a train_step of the model",
+                RuntimeWarning,
+            )
+        if self.not_for_xla and jit_compile:
+            warn_user(
+                f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {self.not_for_xla}. "
+                "Compile the model with jit_compile=False",
+                RuntimeWarning,
+            )
 
     def lookups_in(self, variable: Any) -> Lookups:
         """Return the lookups in a variable."""
@@ -175,22 +191,16 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
         )
 
 
-def _check_independence(concrete: Any, layer: Any, given: Given, device: str) -> None:
-    """Warn if outputs for a row in inference mode depend on other rows, unless the layer has side effects."""
+def _dependence_on_rows(concrete: Any, layer: Any, given: Given, device: str) -> str | None:
+    """Describe how outputs for a row in inference mode depend on other rows, unless the layer has side effects."""
     found = audit(concrete)
     if found.acts or found.random_ops or found.python_ops:
-        return
+        return None
     with tf.init_scope():
         if not tf.executing_eagerly():
-            return
+            return None
         with tf.device(device):
-            difference = dependence_on_rows(partial(_infer, layer, given), given.rows, _COMPARED_ROWS)
-    if difference:
-        warn_user(
-            f"{layer.name}: {difference}. Each device sees some of the rows, so the results differ from those of one device; "
-            "compute values of several rows in compute_loss, or in a train_step of the model",
-            RuntimeWarning,
-        )
+            return dependence_on_rows(partial(_infer, layer, given), given.rows, _COMPARED_ROWS)
 
 
 def _infer(layer: Any, given: Given, rows: Sequence[Any]) -> list[Any]:
