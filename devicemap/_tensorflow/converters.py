@@ -37,7 +37,7 @@ from devicemap._tensorflow.pfor import (
 from devicemap._tensorflow.products import convert_product, convert_solve
 
 Rule = Callable[[Any, int], Any]
-"""`(given, place)`, an op and the index of an input -> the input of the op for all rows."""
+"""`(given, index)`, an op and the index of an input -> the input of the op for all rows."""
 
 
 def by(*rules: Rule) -> Converter:
@@ -60,56 +60,56 @@ def by_merging(*rules: Rule) -> Converter:
 
 def _run(given: Any, rules: Sequence[Rule]) -> list[Any]:
     """Run an op on the inputs that the rules return."""
-    places = range(given.num_inputs)
-    return run_again(given.op, [rules[min(place, len(rules) - 1)](given, place) for place in places])
+    indices = range(given.num_inputs)
+    return run_again(given.op, [rules[min(index, len(rules) - 1)](given, index) for index in indices])
 
 
-def batch(given: Any, place: int) -> Any:
+def batch(given: Any, index: int) -> Any:
     """Merge the row axis into the batch."""
-    return _flattened(for_all_rows(given, place))
+    return _flattened(for_all_rows(given, index))
 
 
-def batch_sizes(given: Any, place: int) -> Any:
+def batch_sizes(given: Any, index: int) -> Any:
     """Multiply the length of the batch, in a shape, by the number of rows."""
-    shape = given.unstacked_input(place)
+    shape = given.unstacked_input(index)
     return tf.concat([shape[:1] * tf.cast(given.pfor.loop_len_vector, shape.dtype), shape[1:]], 0)
 
 
-def shared(given: Any, place: int) -> Any:
+def shared(given: Any, index: int) -> Any:
     """Take an input that is the same for all rows."""
-    return given.unstacked_input(place)
+    return given.unstacked_input(index)
 
 
-def axes(given: Any, place: int) -> Any:
+def axes(given: Any, index: int) -> Any:
     """Count axes without the row axis."""
-    counted = given.unstacked_input(place)
+    counted = given.unstacked_input(index)
     return counted + tf.cast(counted >= 0, counted.dtype)
 
 
-def permutation(given: Any, place: int) -> Any:
+def permutation(given: Any, index: int) -> Any:
     """Permute all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors."""
-    of_row = given.unstacked_input(place)
+    of_row = given.unstacked_input(index)
     return tf.concat([tf.zeros([1], of_row.dtype), tf.math.floormod(of_row, tf.size(of_row, of_row.dtype)) + 1], 0)
 
 
-def paddings(given: Any, place: int) -> Any:
+def paddings(given: Any, index: int) -> Any:
     """Pad all axes except that of the rows. TensorFlow's converter of PadV2 drops `constant_values`."""
-    of_row = given.unstacked_input(place)
+    of_row = given.unstacked_input(index)
     return tf.concat([tf.zeros([1, 2], of_row.dtype), of_row], 0)
 
 
-def shape_with_rows(given: Any, place: int) -> Any:
+def shape_with_rows(given: Any, index: int) -> Any:
     """Prefix a shape with the number of rows."""
-    shape = given.unstacked_input(place)
+    shape = given.unstacked_input(index)
     return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
 
 
-def indices_with_row(given: Any, place: int) -> Any:
+def indices_with_row(given: Any, index: int) -> Any:
     """Prefix each index with the number of its row: `[rows, ..., depth]` -> `[rows, ..., depth + 1]`."""
-    indices, rows = for_all_rows(given, place), given.pfor.loop_len_vector
-    places = tf.shape(indices)[:-1]
-    row = tf.reshape(tf.range(rows[0]), tf.concat([rows, tf.ones_like(places[1:])], 0))
-    row = tf.broadcast_to(row, places)[..., tf.newaxis]
+    indices, rows = for_all_rows(given, index), given.pfor.loop_len_vector
+    outer = tf.shape(indices)[:-1]
+    row = tf.reshape(tf.range(rows[0]), tf.concat([rows, tf.ones_like(outer[1:])], 0))
+    row = tf.broadcast_to(row, outer)[..., tf.newaxis]
     return tf.concat([tf.cast(row, indices.dtype), indices], -1)
 
 
@@ -172,7 +172,7 @@ def convert_size(given: Any) -> Any:
 
 def convert_select(given: Any) -> Any:
     """Convert `tf.compat.v1.where`, which aligns the condition with the first axes of the values."""
-    condition, x, y = (for_all_rows(given, place) for place in range(3))
+    condition, x, y = (for_all_rows(given, index) for index in range(3))
     ranks = [each.shape.rank for each in given.op.inputs]
     if None in ranks:
         raise NotVectorizableError("has inputs of unknown rank")

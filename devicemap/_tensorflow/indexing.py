@@ -19,14 +19,14 @@ from devicemap._tensorflow.pfor import (
 def convert_lookup(given: Any) -> Any:
     """Look up the indices or keys of all rows at once, in a variable or table that all rows share."""
     wanted, *others = given.inputs[1:]
-    defaults = [given.unstacked_input(place) for place in range(2, 2 + len(others))]
+    defaults = [given.unstacked_input(i) for i in range(2, 2 + len(others))]
     (found,) = run_again(given.op, [given.unstacked_input(0), wanted.t, *defaults])
     return [pfor.wrap(found, wanted.is_stacked)]
 
 
 def convert_shared(given: Any) -> Any:
     """Run an op once whose inputs all rows share."""
-    results = run_again(given.op, [given.unstacked_input(place) for place in range(given.num_inputs)])
+    results = run_again(given.op, [given.unstacked_input(i) for i in range(given.num_inputs)])
     return [pfor.wrap(result, False) for result in results]
 
 
@@ -94,12 +94,12 @@ def _windows(part: Any, stacked: bool, first: Any, differing: list[int], wanted:
     lengths = tf.shape(part, tf.int64)[int(stacked) :]
     index = tf.zeros_like(first[:, 0])
     for axis in range(merged):
-        places = tf.range(tf.constant(wanted[axis], tf.int64) if axis in differing else lengths[axis])[tf.newaxis]
+        positions = tf.range(tf.constant(wanted[axis], tf.int64) if axis in differing else lengths[axis])[tf.newaxis]
         if axis in differing:
-            places += first[:, axis, tf.newaxis]
+            positions += first[:, axis, tf.newaxis]
         for _ in range(axis):
-            places = tf.expand_dims(places, 1)
-        index = index[..., tf.newaxis] * lengths[axis] + places
+            positions = tf.expand_dims(positions, 1)
+        index = index[..., tf.newaxis] * lengths[axis] + positions
     rows = tf.shape(part, tf.int64)[: int(stacked)]
     blocks = tf.reshape(part, tf.concat([rows, [tf.reduce_prod(lengths[:merged])], lengths[merged:]], 0))
     if stacked:
@@ -109,7 +109,7 @@ def _windows(part: Any, stacked: bool, first: Any, differing: list[int], wanted:
 
 def convert_strided_slice(given: Any) -> Any:
     """Slice, or gather what is at indices that differ between rows, as in `x[i]` and `x[:, i, :2]`."""
-    if not any(given.input(place).is_stacked for place in (1, 2, 3)):
+    if not any(given.input(i).is_stacked for i in (1, 2, 3)):
         return convert_as_tensorflow(given)
     params = given.input(0)
     spec, indices = _parts_of_slice(given)
@@ -132,7 +132,7 @@ def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
     rank, depth = given.op.inputs[0].shape.rank, given.op.inputs[1].shape[0]
     if rank is None or depth is None:
         raise NotVectorizableError("takes another part of each row, of a tensor of unknown rank")
-    begins, ends, strides = (_elements(given, place, depth) for place in (1, 2, 3))
+    begins, ends, strides = (_elements(given, i, depth) for i in (1, 2, 3))
     kinds = "new_axis", "ellipsis", "shrink_axis", "begin", "end"
     masks = {kind: [bool(given.get_attr(f"{kind}_mask") >> i & 1) for i in range(depth)] for kind in kinds}
     spec: list[Any] = []
@@ -163,9 +163,9 @@ def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
     return spec, indices
 
 
-def _elements(given: Any, place: int, length: int) -> list[Any]:
+def _elements(given: Any, i: int, length: int) -> list[Any]:
     """Return the elements of an input `[length]`, wrapped. Elements that all rows share are not stacked."""
-    vector, source = given.input(place), given.op.inputs[place].op
+    vector, source = given.input(i), given.op.inputs[i].op
     if vector.is_stacked and source.type == "Pack":
         return [given.pfor._convert_helper(each) for each in source.inputs]
     return [pfor.wrap(vector.t[..., i], vector.is_stacked) for i in range(length)]
@@ -194,20 +194,20 @@ def convert_list(given: Any) -> Any:
     names = [argument.name for argument in given.op.op_def.input_arg]
     if "input_handle" in names and not given.input(0).is_stacked:
         return convert_as_tensorflow(given)
-    results = run_again(given.op, [_for_elements(given, place, name) for place, name in enumerate(names)])
+    results = run_again(given.op, [_for_elements(given, i, name) for i, name in enumerate(names)])
     tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
     return wrap_stacked(map(swapped, results) if tensor_of_list else results)
 
 
-def _for_elements(given: Any, place: int, name: str) -> Any:
+def _for_elements(given: Any, i: int, name: str) -> Any:
     """Return an input of an op on a TensorList, with elements for all rows."""
     if name == "input_handle":
-        return given.stacked_input(place)
+        return given.stacked_input(i)
     if name == "item" or given.op.type == "TensorListPushBack":
-        return for_all_rows(given, place)
+        return for_all_rows(given, i)
     if name == "tensor":
-        return swapped(for_all_rows(given, place))
-    value = given.unstacked_input(place)
+        return swapped(for_all_rows(given, i))
+    value = given.unstacked_input(i)
     if name != "element_shape":
         return value
     shape = tf.get_static_value(value)

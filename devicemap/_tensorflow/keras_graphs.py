@@ -26,9 +26,10 @@ def nodes_of(graph: Any) -> list[Any]:
     A node has `operation`, `arguments` with the method `fill_in(tensors by id)`, and the list `outputs`. Calls of one depth are
     in the order of the model's layers.
     """
-    by_depth, places = graph._nodes_by_depth, {id(each): i for i, each in enumerate(graph.operations)}
+    by_depth, positions = graph._nodes_by_depth, {id(each): i for i, each in enumerate(graph.operations)}
     depths = (
-        sorted(by_depth[depth], key=lambda node: places[id(node.operation)]) for depth in sorted(by_depth, reverse=True)
+        sorted(by_depth[depth], key=lambda node: positions[id(node.operation)])
+        for depth in sorted(by_depth, reverse=True)
     )
     return [node for nodes in depths for node in nodes if not node.is_input]
 

@@ -154,9 +154,9 @@ def convert(pfor: Any, tensor: Any) -> Any:
     return pfor._convert_helper(tensor)
 
 
-def for_all_rows(given: Any, place: int) -> Any:
+def for_all_rows(given: Any, index: int) -> Any:
     """Return an input as a tensor `[rows, ...]`, repeated if all rows share it."""
-    return as_stacked(given.input(place), given.pfor.loop_len_vector)
+    return as_stacked(given.input(index), given.pfor.loop_len_vector)
 
 
 def as_stacked(result: Any, count: Any) -> Any:

@@ -108,9 +108,9 @@ class GraphWalker:
             elif not called:
                 yield node.op
             for function in called:
-                place = index - (node.op in BRANCHES)
-                if 0 <= place < len(function.arguments):
-                    yield from self.uses(function.arguments[place], live, function)
+                argument_index = index - (node.op in BRANCHES)
+                if 0 <= argument_index < len(function.arguments):
+                    yield from self.uses(function.arguments[argument_index], live, function)
 
 
 def called_names(node: Any) -> list[str]:

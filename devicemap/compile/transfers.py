@@ -33,16 +33,16 @@ def send_along_tree(value: Any, home: str, kind: Lookups, devices: Sequence[str]
         devices: the devices.
     """
     first = devices.index(home) if home in devices else 0
-    places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle
-    nodes: list[int | None] = [*places] if home in devices else [None, *places]
+    slots = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle
+    nodes: list[int | None] = [*slots] if home in devices else [None, *slots]
     found, arriving = dict[int, Any](), [value] * len(nodes)
-    for node, place in enumerate(nodes):
+    for node, slot in enumerate(nodes):
         children = range(_CHILDREN * node + 1, min(_CHILDREN * node + _CHILDREN + 1, len(nodes)))
-        with tf.device(home if place is None else devices[place]):
-            count = len(children) + (place is not None)
+        with tf.device(home if slot is None else devices[slot]):
+            count = len(children) + (slot is not None)
             copies = iter(fanned_out(arriving[node], count, kind) if count > 1 else [tf.identity(arriving[node])])
-            if place is not None:
-                found[place] = next(copies)
+            if slot is not None:
+                found[slot] = next(copies)
         for child in children:
             arriving[child] = next(copies)
     return found

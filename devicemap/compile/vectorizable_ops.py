@@ -73,14 +73,14 @@ class OpCall:
         """The value of an attribute."""
         return self.op.get_attr(name)
 
-    def shape(self, place: int) -> Any:
+    def shape(self, index: int) -> Any:
         """The `tf.TensorShape` of an input, for one row."""
-        return self.op.inputs[place].shape
+        return self.op.inputs[index].shape
 
-    def has_same_shapes(self, *places: int) -> bool:
+    def has_same_shapes(self, *indices: int) -> bool:
         """Whether inputs are known to have the same shape."""
-        first = self.shape(places[0])
-        return first.is_fully_defined() and all(self.shape(place) == first for place in places)
+        first = self.shape(indices[0])
+        return first.is_fully_defined() and all(self.shape(index) == first for index in indices)
 
     def broadcasts(self, x: int, y: int) -> bool:
         """Whether the shapes of two inputs are known to match."""
@@ -93,9 +93,9 @@ class OpCall:
             return False
         return all(shape.is_fully_defined() for shape in shapes)
 
-    def uses(self, place: int) -> bool:
+    def uses(self, index: int) -> bool:
         """Whether a result is used."""
-        output = self.op.outputs[place]
+        output = self.op.outputs[index]
         return bool(output.consumers()) or any(output is each for each in self.op.graph.outputs)
 
 
@@ -201,7 +201,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
     "Slice": (lambda call: call.stacked[1] and _may_differ_in_size(call), "takes slices that may differ in size"),
     # In training, the op computes moments over all rows. In inference, the other results differ between devices.
     "FusedBatchNormV3": (
-        lambda call: call.attribute("is_training") or any(call.uses(place) for place in range(1, 6)),
+        lambda call: call.attribute("is_training") or any(call.uses(index) for index in range(1, 6)),
         "computes moments",
     ),
     "ResourceGather": (lambda call: bool(call.attribute("batch_dims")), "has batch_dims"),

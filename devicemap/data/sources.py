@@ -135,12 +135,12 @@ class DatasetSource:
 
     def take(self, rows: int) -> Chunk | None:
         start = self._next
-        pieces: list[tuple[Any, ...]] = []
+        cuts: list[tuple[Any, ...]] = []
         while (left := (self.chunk_rows or rows) - (self._next - start)) > 0:
             try:
                 batch = self._unread()
             except Exception as error:
-                if not pieces:
+                if not cuts:
                     raise
                 self._batches = _failing(error)  # raised by the next call, after the rows that were read
                 break
@@ -148,14 +148,14 @@ class DatasetSource:
                 break
             stop = batch.start + batch.count
             taken = batch.cut(self._next, stop if self._whole else min(self._next + left, stop))
-            pieces.append(taken.leaves)
+            cuts.append(taken.leaves)
             self._next += taken.count
             if self._whole or not self._joined:
                 break
-        if not pieces:
+        if not cuts:
             return None
         with tf.device(HOST):
-            leaves = pieces[0] if len(pieces) == 1 else tuple(join(parts) for parts in zip(*pieces))
+            leaves = cuts[0] if len(cuts) == 1 else tuple(join(parts) for parts in zip(*cuts))
         return Chunk(start, self._next - start, leaves)
 
     def rows_left(self) -> int | None:

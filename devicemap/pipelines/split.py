@@ -116,8 +116,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     _check_have_rows(calls, edges)
     copies: dict[int, Any] = {}
     stages = []
-    places = cycle(choose_devices(devices))
-    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), places)):
+    cycled = cycle(choose_devices(devices))
+    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), cycled)):
         owned = []
         for call in calls[start:stop]:
             if id(call.layer) not in copies:
@@ -149,12 +149,12 @@ def cuts(weights: Sequence[float], n: int) -> list[int]:
     best = {(0, 0): (0.0, [0])}  # (number of weights, parts) -> (largest sum, bounds)
     for parts in range(1, n + 1):
         for stop in range(parts, len(weights) + 1):
-            ways = (
+            options = (
                 (max(best[start, parts - 1][0], sums[stop] - sums[start]), [*best[start, parts - 1][1], stop])
                 for start in range(parts - 1, stop)
                 if (start, parts - 1) in best
             )
-            best[stop, parts] = min(ways, key=lambda way: way[0])
+            best[stop, parts] = min(options, key=lambda option: option[0])
     return best[len(weights), n][1]
 
 

@@ -32,7 +32,7 @@ from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
 from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
-from devicemap.run.workers import Call, Failed, Finished, Runner, Task
+from devicemap.run.workers import Call, Failed, Finished, QueuedChunk, Runner
 
 DELIVERED, STOP = "delivered", "stop"
 """Messages to the scheduler: the consumer took a chunk; the consumer has left."""
@@ -55,13 +55,13 @@ class DeviceState:
 
     runner: Runner
     throughput: Throughput
-    tasks: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
+    queue: SimpleQueue[QueuedChunk | None] = field(default_factory=SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
 
     running: int = 0
     """Chunks in flight."""
 
-    too_large: deque[Task] = field(default_factory=deque)
+    too_large: deque[QueuedChunk] = field(default_factory=deque)
     """Chunks with which it ran out of memory."""
 
     alone: bool = False
@@ -96,7 +96,7 @@ class Scheduler:
             for runner in runners
         }
         self._alive = list(self._devices)
-        self._retries: deque[Task] = deque()
+        self._retries: deque[QueuedChunk] = deque()
         self._read = self._delivered = 0
         self._at_end = False
 
@@ -119,7 +119,7 @@ class Scheduler:
         self._call.to_scheduler.put(STOP)
         for state in self._devices.values():
             for _ in range(state.runner.in_flight):
-                state.tasks.put(None)
+                state.queue.put(None)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -147,12 +147,12 @@ class Scheduler:
                 state.alone = True
                 self._send(name, state.too_large.popleft())
                 return True
-        for task in self._retries:
-            tried = {shard.device for shard in task.tried}
+        for queued in self._retries:
+            tried = {shard.device for shard in queued.tried}
             untried = [name for name in self._alive if name not in tried] or self._alive
             if free := self._with_room(untried):
-                self._retries.remove(task)
-                self._send(free[0], task)
+                self._retries.remove(queued)
+                self._send(free[0], queued)
                 return True
         return self._may_read and self._read_next()
 
@@ -186,23 +186,25 @@ class Scheduler:
             self._call.to_consumer.put(End(self._read, error))
             return False
         idle = self._source.reads and not self._devices[name].running
-        self._send(name, Task(self._read, chunk.start, chunk, waited_seconds=self._call.now() - began if idle else 0.0))
+        self._send(
+            name, QueuedChunk(self._read, chunk.start, chunk, waited_seconds=self._call.now() - began if idle else 0.0)
+        )
         self._read += 1
         return True
 
-    def _send(self, name: str, task: Task) -> None:
+    def _send(self, name: str, queued: QueuedChunk) -> None:
         """Queue a chunk for a device, and start another worker if all are busy."""
         if self._call.stopped:  # while the chunk was read
             return
         state = self._devices[name]
         state.busy_since = state.busy_since if state.running else self._call.now()
         state.running += 1
-        state.throughput = state.throughput.taking(task.chunk.count)
+        state.throughput = state.throughput.taking(queued.chunk.count)
         if not state.threads:
             state.peak_before = peak_share(name) or 0.0
-        state.tasks.put(replace(task, limit=state.throughput.limit))
+        state.queue.put(replace(queued, limit=state.throughput.limit))
         if len(state.threads) < state.running:
-            state.threads.append(self._call.start_worker(state.runner, state.tasks))
+            state.threads.append(self._call.start_worker(state.runner, state.queue))
 
     def _wait(self) -> None:
         """Wait for a message, or until devices are considered again."""
@@ -222,51 +224,51 @@ class Scheduler:
         state, started, ended = self._devices[message.device], message.started, message.ended
         peak = peak_share(message.device) or 0.0
         state.throughput = state.throughput.finishing(
-            message.task.chunk.count,
+            message.queued.chunk.count,
             ended - max(started, state.busy_since),
             ended - started,
             peak if peak > state.peak_before else None,
         )
-        if message.task.out_of_memory:
+        if message.queued.out_of_memory:
             state.throughput = state.throughput.limited(message.limit)
         state.busy_since = ended
         state.running -= 1
         state.alone, state.failures = False, 0
         if self._call.options.skips and not message.rows_failed:
-            for name in {shard.device for shard in message.task.tried} - {message.device}:
-                self._blame(name, message.task)
+            for name in {shard.device for shard in message.queued.tried} - {message.device}:
+                self._blame(name, message.queued)
 
     def _retry(self, message: Failed) -> None:
-        name, task, error = message.shard.device, message.left, message.error
+        name, queued, error = message.shard.device, message.left, message.error
         state = self._devices[name]
         state.running -= 1
         state.alone = False
-        state.throughput = state.throughput.giving_up(message.task.chunk.count)
+        state.throughput = state.throughput.giving_up(message.queued.chunk.count)
         if message.action is RetryAction.HALVE:
-            task = replace(task, out_of_memory=True)
+            queued = replace(queued, out_of_memory=True)
             state.throughput = state.throughput.limited(max(1, len(message.shard) // 2))
             if name in self._alive:
-                state.too_large.append(task)
+                state.too_large.append(queued)
             else:  # the device was set aside while the chunk ran
-                self._retries.append(replace(task, out_of_memory=False))
+                self._retries.append(replace(queued, out_of_memory=False))
             return
-        task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
-        self._retries.append(task)
+        queued = replace(queued, tried=(*queued.tried, message.shard), out_of_memory=False)
+        self._retries.append(queued)
         state.last_error = error
         # If failing rows are left out, another device shows later whether the rows or this device are at fault.
         if not self._call.options.skips or not is_of_the_row(error):
-            self._blame(name, task)
+            self._blame(name, queued)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
-            self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, task)
+            self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)
 
-    def _blame(self, name: str, task: Task) -> None:
+    def _blame(self, name: str, queued: QueuedChunk) -> None:
         """Count a failure of a device with this chunk, and set the device aside after several in a row."""
         state = self._devices[name]
         state.failures += 1
         if state.failures >= FAILURES_IN_A_ROW and state.last_error is not None:
-            self._set_aside([name], state.last_error, task)
+            self._set_aside([name], state.last_error, queued)
 
-    def _set_aside(self, lost: Sequence[str], error: BaseException, task: Task) -> None:
+    def _set_aside(self, lost: Sequence[str], error: BaseException, queued: QueuedChunk) -> None:
         """Send no more chunks to these devices, because of this error with this chunk."""
         for each in [each for each in lost if each in self._alive]:
             self._alive.remove(each)
@@ -274,7 +276,7 @@ class Scheduler:
             self._devices[each].too_large.clear()
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
-            raise self._call.options.describe(error, task.tried)
+            raise self._call.options.describe(error, queued.tried)
 
 
 def peak_share(device: str) -> float | None:

@@ -72,7 +72,7 @@ class ChunkOptions:
 
 
 @dataclass(frozen=True)
-class Task:
+class QueuedChunk:
     """A chunk on its way to a device."""
 
     number: int
@@ -104,7 +104,7 @@ class Task:
 class Finished:
     """A message to the scheduler: a device computed a chunk between two times."""
 
-    task: Task
+    queued: QueuedChunk
     device: str
     started: float
     ended: float
@@ -121,8 +121,8 @@ class Failed:
     """A message to the scheduler: rows of a chunk failed with an error of a device. `left` has all rows that are not
     computed."""
 
-    task: Task
-    left: Task
+    queued: QueuedChunk
+    left: QueuedChunk
     shard: Shard
     error: BaseException
     action: RetryAction
@@ -168,10 +168,10 @@ class Call:
         self.stopped = True
         self.to_consumer.put(Failure(error))
 
-    def start_worker(self, runner: Runner, tasks: SimpleQueue[Task | None]) -> threading.Thread:
+    def start_worker(self, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> threading.Thread:
         """Start a daemon thread that computes the chunks in a queue."""
         name = f"devicemap worker {runner.device}"
-        thread = threading.Thread(target=work, args=(self, runner, tasks), name=name, daemon=True)
+        thread = threading.Thread(target=work, args=(self, runner, queue), name=name, daemon=True)
         thread.start()
         return thread
 
@@ -182,25 +182,25 @@ class Call:
                 self.options.observe(kind(seconds=self.now(), **values))
 
 
-def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
+def work(call: Call, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> None:
     """Compute the chunks in a queue until `None` comes: the target of the thread of a worker."""
     try:
         run = runner.begin()
-        while (task := tasks.get()) is not None and not call.stopped:
-            _compute(call, run, runner.device, task)
+        while (queued := queue.get()) is not None and not call.stopped:
+            _compute(call, run, runner.device, queued)
     except BaseException as error:  # from the observer, from cutting a chunk, or from describing an error
         call.fail(error)
 
 
-def _run_part(run: Callable[[Chunk], Any], chunk: Chunk, start: int, stop: int) -> Any:
+def _run_rows(run: Callable[[Chunk], Any], chunk: Chunk, start: int, stop: int) -> Any:
     return run(chunk.cut(start, stop))
 
 
-def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -> None:
-    """Compute a chunk, in pieces if it has more rows than fit into the memory of the device, or if rows of it fail."""
-    chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
-    again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
-    pending = [(chunk.start, chunk.start + chunk.count)]  # pieces of the chunk, the first one last
+def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: QueuedChunk) -> None:
+    """Compute a chunk, in smaller ones if it has more rows than fit into the memory of the device, or if rows of it fail."""
+    chunk, limit, began, parts = queued.chunk, queued.limit, call.now(), [*queued.parts]
+    again, attempt, waited = bool(queued.tried) or queued.out_of_memory, len(queued.tried) + 1, queued.waited_seconds
+    pending = [(chunk.start, chunk.start + chunk.count)]  # the rows left, the first ones last
     rows_failed = False
     tries = 0  # attempts of a single row, after it failed among others
     while pending:
@@ -208,22 +208,22 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         if limit and limit < stop - start:
             pending.append((start + limit, stop))
             stop = start + limit
-        piece = chunk.cut(start, stop)
-        shard, started = piece.on(device), call.now()
+        rows = chunk.cut(start, stop)
+        shard, started = rows.on(device), call.now()
         if again:
-            call.notify(ChunkRetried, shard=shard, attempt=attempt, out_of_memory=task.out_of_memory)
+            call.notify(ChunkRetried, shard=shard, attempt=attempt, out_of_memory=queued.out_of_memory)
         call.notify(ChunkStarted, shard=shard, waited_seconds=waited)
         try:
-            parts.append(run(piece))
+            parts.append(run(rows))
         except BaseException as error:
             if call.stopped:  # the call was cancelled; the rows are not at fault
                 return
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            action = retry_action(error, piece.count, attempt, call.options.max_retries, task.out_of_memory)
+            action = retry_action(error, rows.count, attempt, call.options.max_retries, queued.out_of_memory)
             again = True
             if action is RetryAction.RAISE and call.options.skips and is_of_the_row(error):
-                if piece.count > 1:
-                    middle = start + piece.count // 2
+                if rows.count > 1:
+                    middle = start + rows.count // 2
                     pending += [(middle, stop), (start, middle)]
                     continue
                 tries += 1
@@ -231,27 +231,27 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 if chunk.count > 1 and own_action is RetryAction.RETRY:
                     pending.append((start, stop))
                     continue
-                call.options.leave_out(piece, shard, error)
+                call.options.leave_out(rows, shard, error)
                 call.notify(RowFailed, shard=shard, error=error)
                 rows_failed = True
-                if task.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
+                if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
                     limit = None
             elif action is RetryAction.RAISE:
                 soon = call.now() - started < AGAIN_SECONDS
                 if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
-                    shard = failing_row(partial(_run_part, run, piece), shard, error)
-                call.fail(call.options.describe(error, (*task.tried, shard)))
+                    shard = failing_row(partial(_run_rows, run, rows), shard, error)
+                call.fail(call.options.describe(error, (*queued.tried, shard)))
                 return
-            elif action is RetryAction.RETRY or not task.out_of_memory:
-                left = replace(task, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
-                call.to_scheduler.put(Failed(task, left, shard, error, action))
+            elif action is RetryAction.RETRY or not queued.out_of_memory:
+                left = replace(queued, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
+                call.to_scheduler.put(Failed(queued, left, shard, error, action))
                 return
             else:
                 pending.append((start, stop))
-                limit = piece.count // 2
+                limit = rows.count // 2
                 continue
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
         waited, tries = 0.0, 0
-    call.to_consumer.put(ChunkResult(task.number, task.start, parts))
-    call.to_scheduler.put(Finished(task, device, began, call.now(), limit, rows_failed))
+    call.to_consumer.put(ChunkResult(queued.number, queued.start, parts))
+    call.to_scheduler.put(Finished(queued, device, began, call.now(), limit, rows_failed))

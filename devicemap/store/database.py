@@ -136,7 +136,7 @@ class Database:
         tables = connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
         ((version,),) = connection.execute("PRAGMA user_version")
         if tables and version not in (0, _VERSION):
-            reader = ".".join(str(version // 1000**place % 1000) for place in (2, 1, 0))
+            reader = ".".join(str(version // 1000**digit % 1000) for digit in (2, 1, 0))
             advice = f"Read them with devicemap {reader}, or write to another directory"
             raise JournalError(f"{self._path} holds results in the format of devicemap {reader}. {advice}")
         if tables and (version, tables) != (_VERSION, [(f"CREATE TABLE {table}",) for table in _TABLES]):

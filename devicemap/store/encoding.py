@@ -144,9 +144,9 @@ def decode_leaves(data: bytearray, shapes: Sequence[Any], specs: Sequence[Any], 
         dtypes += [np.int64, np.uint8] if part.dtype == tf.string else [part.dtype.as_numpy_dtype]
     sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in zip(shapes, dtypes)]
     _require(len(shapes) == len(dtypes) and sum(sizes) == len(data))
-    pieces = zip(sizes, accumulate(sizes), dtypes, shapes)
+    layout = zip(sizes, accumulate(sizes), dtypes, shapes)
     every = np.frombuffer(data, np.uint8)
-    arrays = (np.require(every[b - size : b].view(dtype).reshape(shape), None, "A") for size, b, dtype, shape in pieces)
+    arrays = (np.require(every[b - size : b].view(dtype).reshape(shape), None, "A") for size, b, dtype, shape in layout)
     with tf.device(HOST):
         return [_decode_leaf(arrays, spec, rows) for spec in specs]
 

@@ -162,12 +162,12 @@ def _change(key: str, there: Any, here: Any) -> str:
     return f"{key} was {there!r:.200} there, and is {here!r:.200} now"
 
 
-def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Path) -> None:
-    """Raise `JournalError` unless these pieces, in order, have the rows from which a stored chunk was computed."""
+def _check_same_rows(stored: StoredChunk, chunks: Sequence[Chunk], directory: Path) -> None:
+    """Raise `JournalError` unless these chunks, in order, have the rows from which a stored chunk was computed."""
     try:
         with tf.device(HOST):
-            same = digest([join(parts) for parts in zip(*(piece.leaves for piece in pieces))]) == stored.inputs
-    except FunctionError:  # the pieces have different shapes, unlike the rows of a stored chunk
+            same = digest([join(parts) for parts in zip(*(chunk.leaves for chunk in chunks))]) == stored.inputs
+    except FunctionError:  # the chunks have different shapes, unlike the rows of a stored chunk
         same = False
     if not same:
         failed = " when it failed; on_error='raise', or retry_failed=True of write, computes it" if stored.error else ""
@@ -220,11 +220,11 @@ class UnfinishedRows:
     def _read_missing(self) -> Iterator[Chunk]:
         for stored in self._stored:
             held = [*self._read_to(stored.start)]
-            pieces = [*self._read_to(stored.stop, stored.stop - stored.start)]
+            chunks = [*self._read_to(stored.stop, stored.stop - stored.start)]
             if self.rows_read < stored.stop:
                 break
             if self.reads:
-                _check_same_rows(stored, pieces, self._directory)
+                _check_same_rows(stored, chunks, self._directory)
             self._finished_left -= stored.stop - stored.start
             yield from held
         yield from self._read_to(sys.maxsize)

@@ -31,7 +31,7 @@ class Lockstep:
         self._graph.switch_to_thread_local()  # threads enter and leave device scopes in any order
         self._scope = self._graph.get_name_scope()
         self._functions = functions
-        self._turns = [threading.Semaphore(place == 0) for place in range(len(functions))]
+        self._turns = [threading.Semaphore(slot == 0) for slot in range(len(functions))]
         self._current = 0
         self._sent: list[Any] = []
         """The values of the functions that have arrived at the next exchange."""
@@ -57,12 +57,12 @@ class Lockstep:
             raise self._error
         return self._results
 
-    def _run(self, place: int) -> None:
-        self._turns[place].acquire()
+    def _run(self, slot: int) -> None:
+        self._turns[slot].acquire()
         try:
             if self._error is None:
                 with self._graph.as_default(), tf.name_scope(f"{self._scope}/" if self._scope else ""):
-                    self._results.append(self._functions[place]())
+                    self._results.append(self._functions[slot]())
                 self._check_alike()
         except _Stopped:
             pass
@@ -72,7 +72,7 @@ class Lockstep:
 
     def meet(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Exchange values with the functions of all devices: `combine` maps the sent values to the received ones."""
-        place = self._current
+        slot = self._current
         self._sent.append(value)
         self._check_alike()
         if len(self._sent) == len(self._functions):
@@ -80,10 +80,10 @@ class Lockstep:
                 self._received = combine(self._sent)
             self._sent = []
         self._end_turn()
-        self._turns[place].acquire()
+        self._turns[slot].acquire()
         if self._error is not None:
             raise _Stopped
-        return self._received[place]
+        return self._received[slot]
 
     def _end_turn(self) -> None:
         self._current = (self._current + 1) % len(self._functions)

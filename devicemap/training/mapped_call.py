@@ -132,10 +132,10 @@ class MappedCall:
             real = _are_real(len(devices), count, len(devices))
         values = self._sent(devices)
 
-        def on_device(place: int) -> tuple[list[Any], list[Any]]:
-            with tf.device(devices[place]):
-                shard = [tf.identity(leaf) for leaf in parts[place]]
-                results = copied(self._on_rows(shard, [value[place] for value in values]))
+        def on_device(slot: int) -> tuple[list[Any], list[Any]]:
+            with tf.device(devices[slot]):
+                shard = [tf.identity(leaf) for leaf in parts[slot]]
+                results = copied(self._on_rows(shard, [value[slot] for value in values]))
                 return results, self._counts(results)
 
         lockstep = Lockstep([partial(on_device, n) for n in range(len(devices))])

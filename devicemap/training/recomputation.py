@@ -166,7 +166,7 @@ class _Cut:
         """Call `call(number)` for all parts with rows, one after another, and combine each of its results except `None`."""
         first = list(call(self.number))
         known = [each for each in first if each is not None]
-        ways = [way for way, each in zip(combine, first) if each is not None]
+        combiners = [combiner for combiner, each in zip(combine, first) if each is not None]
         with _after(known):  # otherwise the loop would begin at once
             second = tf.identity(self.number + 1)
         parts = tf.minimum(count_rows(self._rows[0], tf.int32), self._most)
@@ -174,7 +174,7 @@ class _Cut:
         def step(number: Any, so_far: Sequence[Any]) -> Any:
             more = [each for each in call(number) if each is not None]
             pairs = zip(tf.nest.pack_sequence_as(known, so_far, True), more)
-            combined = [way(pair) for way, pair in zip(ways, pairs)]
+            combined = [combiner(pair) for combiner, pair in zip(combiners, pairs)]
             return number + 1, tf.nest.flatten(combined, True)
 
         flat = tf.nest.flatten(known, True)

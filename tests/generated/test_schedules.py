@@ -21,7 +21,7 @@ from indices import IndexSource
 
 from devicemap.data.sources import Chunk
 from devicemap.run.scheduler import DELIVERED, STOP, End, Scheduler
-from devicemap.run.workers import Call, ChunkOptions, ChunkResult, Failure, Runner, Task, work
+from devicemap.run.workers import Call, ChunkOptions, ChunkResult, Failure, QueuedChunk, Runner, work
 from devicemap.types import DeviceLost
 
 Transient, Broken, Full, Bad = (
@@ -40,9 +40,9 @@ class Device:
     """From this time on, nothing succeeds."""
     in_flight: int
     seconds_per_row: float
-    tasks: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
+    queue: SimpleQueue[QueuedChunk | None] = field(default_factory=SimpleQueue)
     workers: int = 0
-    running: list[Task] = field(default_factory=list)
+    running: list[QueuedChunk] = field(default_factory=list)
 
 
 class Simulation(Call):
@@ -67,9 +67,9 @@ class Simulation(Call):
     def now(self) -> float:
         return self.time
 
-    def start_worker(self, runner: Runner, tasks: SimpleQueue[Task | None]) -> Thread:
+    def start_worker(self, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> Thread:
         device = self.devices[runner.device]
-        device.tasks, device.workers = tasks, device.workers + 1
+        device.queue, device.workers = queue, device.workers + 1
         assert device.workers <= device.in_flight
         return Thread()
 
@@ -99,9 +99,9 @@ class Simulation(Call):
         assert options.window is None or self.number_of_reads() - len(self.delivered) <= options.window
         turns: list[Callable[[], object]] = []
         for name, device in self.devices.items():
-            if not device.tasks.empty() and len(device.running) < device.workers and not self.stopped:
-                turns.append(lambda device=device: device.running.append(device.tasks.get()))
-            turns += [lambda name=name, task=task: self.finish(name, task) for task in device.running]
+            if not device.queue.empty() and len(device.running) < device.workers and not self.stopped:
+                turns.append(lambda device=device: device.running.append(device.queue.get()))
+            turns += [lambda name=name, queued=queued: self.finish(name, queued) for queued in device.running]
         if not self.to_consumer.empty() or self.next_result is not None:
             turns.append(self.consume)
         if turns:
@@ -109,27 +109,27 @@ class Simulation(Call):
             self.draw.choice(turns)()
         return bool(turns)
 
-    def finish(self, name: str, task: Task) -> None:
+    def finish(self, name: str, queued: QueuedChunk) -> None:
         """Compute a chunk as a worker does."""
         device = self.devices[name]
-        untried = self.devices.keys() - self.lost - {shard.device for shard in task.tried}
+        untried = self.devices.keys() - self.lost - {shard.device for shard in queued.tried}
         self.alone = len(device.running) == 1
-        if task.out_of_memory:
+        if queued.out_of_memory:
             assert self.alone
-            assert device.tasks.empty()
-        elif task.tried and name in {shard.device for shard in task.tried}:
+            assert device.queue.empty()
+        elif queued.tried and name in {shard.device for shard in queued.tried}:
             assert not untried
-        self.time += device.seconds_per_row * task.chunk.count * self.draw.random()
-        queue: SimpleQueue[Task | None] = SimpleQueue()
-        queue.put(task)
+        self.time += device.seconds_per_row * queued.chunk.count * self.draw.random()
+        queue: SimpleQueue[QueuedChunk | None] = SimpleQueue()
+        queue.put(queued)
         queue.put(None)
         work(self, Runner(name, lambda: lambda chunk: self.compute(device, chunk), 1), queue)
-        device.running.remove(task)
+        device.running.remove(queued)
 
     def compute(self, device: Device, chunk: Chunk) -> list[int]:
         if self.time > device.breaks_at:
             raise Broken(None, None, "broken")
-        if sum(task.chunk.count for task in device.running) * (not self.alone) + chunk.count > device.memory_rows:
+        if sum(queued.chunk.count for queued in device.running) * (not self.alone) + chunk.count > device.memory_rows:
             raise Full(None, None, "full")
         if self.draw.random() < device.failure_rate:
             raise Transient(None, None, "again")

@@ -167,13 +167,13 @@ def test_a_worker_that_starts_while_the_call_ends_is_waited_for(monkeypatch: pyt
     starting, cancelled = threading.Event(), threading.Event()
     start_worker = Call.start_worker
 
-    def start(call: Call, runner: Runner, tasks: SimpleQueue[Any]) -> threading.Thread:
+    def start(call: Call, runner: Runner, queue: SimpleQueue[Any]) -> threading.Thread:
         if runner.device == "/device:CPU:1":
             starting.set()
             _wait(cancelled)
             time.sleep(0.05)  # the consumer waits for threads now
             runner = replace(runner, begin=lambda: time.sleep(0.1) or _double)
-        return start_worker(call, runner, tasks)
+        return start_worker(call, runner, queue)
 
     def fail(device: str, chunk: Chunk) -> None:
         _wait(starting)
