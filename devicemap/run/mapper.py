@@ -86,7 +86,7 @@ class Mapper:
                     raise
                 stats.most_rows = count - 1
         with stats.measuring("chunks", count, len(compiled.slots)):
-            return self._joined(MemorySource(rows, None), compiled)
+            return self._collect(MemorySource(rows, None), compiled)
 
     def _inside_function(self, data: Any) -> Any:
         """Map over data in memory, inside the user's own `tf.function`."""
@@ -108,9 +108,9 @@ class Mapper:
     def in_chunks(self, data: Any) -> Any:
         """Map over rows or a dataset in chunks, in eager code, and join the results in order."""
         source = self.source(data, "mapped")
-        return self._joined(source, self.program.compiled_for(source))
+        return self._collect(source, self.program.compiled_for(source))
 
-    def _joined(self, source: Source, compiled: CompiledMap) -> Any:
+    def _collect(self, source: Source, compiled: CompiledMap) -> Any:
         """Map over a source in chunks, and return the results of all chunks, joined or merged in order."""
         if compiled.traced.reduction is not None:
             results = self.chunks(source, compiled, window=self._window(compiled))

@@ -33,6 +33,9 @@ class RetryAction(Enum):
 
     HALVE = "the same device computes it in halves, with nothing else running there"
     RETRY = "another device computes it, if there is one"
+    SPLIT = "the same device computes its halves, to find the rows that fail"
+    REPEAT = "the same device computes it again"
+    LEAVE_OUT = "its row is left out"
     RAISE = "its error is raised at once"
 
 
@@ -51,6 +54,25 @@ def retry_action(error: BaseException, rows: int, attempts: int, max_retries: in
         return RetryAction.HALVE if rows > 1 or not alone else RetryAction.RAISE
     transient = isinstance(error, _TRANSIENT) and not is_python_bug(error)
     return RetryAction.RETRY if transient and attempts <= max_retries else RetryAction.RAISE
+
+
+def skip_action(error: BaseException, rows: int, chunk_rows: int, attempts: int, max_retries: int) -> RetryAction:
+    """Return the action after `rows` rows of a chunk failed, whose error would be raised if no rows were left out.
+
+    `attempts` counts the failures of a single row.
+
+    >>> bad, lost = tf.errors.InvalidArgumentError(None, None, ""), tf.errors.InternalError(None, None, "")
+    >>> [skip_action(bad, rows, 64, 1, 2).name for rows in (8, 1)]
+    ['SPLIT', 'LEAVE_OUT']
+    >>> [skip_action(lost, 1, 64, attempts, 2).name for attempts in (2, 3)]
+    ['REPEAT', 'LEAVE_OUT']
+    """
+    if not is_of_the_row(error):
+        return RetryAction.RAISE
+    if rows > 1:
+        return RetryAction.SPLIT
+    repeats = rows < chunk_rows and retry_action(error, 1, attempts, max_retries, alone=True) is RetryAction.RETRY
+    return RetryAction.REPEAT if repeats else RetryAction.LEAVE_OUT
 
 
 def is_of_the_row(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from devicemap.events import (
     RowFailed,
     Shard,
 )
-from devicemap.run.retries import AGAIN_SECONDS, RetryAction, failing_row, is_of_the_row, retry_action
+from devicemap.run.retries import AGAIN_SECONDS, RetryAction, failing_row, is_of_the_row, retry_action, skip_action
 
 
 @dataclass(frozen=True)
@@ -219,37 +219,34 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
             if call.stopped:  # the call was cancelled; the rows are not at fault
                 return
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            action = retry_action(error, rows.count, attempt, call.options.max_retries, queued.out_of_memory)
-            again = True
-            if action is RetryAction.RAISE and call.options.skips and is_of_the_row(error):
-                if rows.count > 1:
-                    middle = start + rows.count // 2
-                    pending += [(middle, stop), (start, middle)]
-                    continue
-                tries += 1
-                own_action = retry_action(error, 1, tries, call.options.max_retries, True)
-                if chunk.count > 1 and own_action is RetryAction.RETRY:
-                    pending.append((start, stop))
-                    continue
-                call.options.leave_out(rows, shard, error)
-                call.notify(RowFailed, shard=shard, error=error)
-                rows_failed = True
-                if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
-                    limit = None
-            elif action is RetryAction.RAISE:
+            again, retries = True, call.options.max_retries
+            action = retry_action(error, rows.count, attempt, retries, queued.out_of_memory)
+            if action is RetryAction.RAISE and call.options.skips:
+                tries += rows.count == 1
+                action = skip_action(error, rows.count, chunk.count, tries, retries)
+            if action is RetryAction.RAISE:
                 soon = call.now() - started < AGAIN_SECONDS
                 if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
                     shard = failing_row(partial(_run_rows, run, rows), shard, error)
                 call.fail(call.options.describe(error, (*queued.tried, shard)))
                 return
-            elif action is RetryAction.RETRY or not queued.out_of_memory:
+            if action is RetryAction.RETRY or (action is RetryAction.HALVE and not queued.out_of_memory):
                 left = replace(queued, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
                 call.to_scheduler.put(Failed(queued, left, shard, error, action))
                 return
-            else:
-                pending.append((start, stop))
-                limit = rows.count // 2
+            if action is RetryAction.SPLIT:
+                middle = start + rows.count // 2
+                pending += [(middle, stop), (start, middle)]
                 continue
+            if action is not RetryAction.LEAVE_OUT:
+                limit = rows.count // 2 if action is RetryAction.HALVE else limit
+                pending.append((start, stop))
+                continue
+            call.options.leave_out(rows, shard, error)
+            call.notify(RowFailed, shard=shard, error=error)
+            rows_failed = True
+            if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
+                limit = None
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
         waited, tries = 0.0, 0
