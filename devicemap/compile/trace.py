@@ -7,8 +7,7 @@ In a vectorised loop, ops without a tested vectorised form run row by row. Other
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -119,26 +118,23 @@ def trace(
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     counts_rows = options.batched and not own_rows
-    flat_fn, structures = _flatten(fn, specs, options, counts_rows, stream)
-    with _tracing(fn, specs, options):
-        if options.batched:
-            traced_fn = flat_fn.get_concrete_function(*leaf_specs)
-            loops = [RowLoop(traced_fn, False, "fn takes a batch")]
-        else:
-            check_ranks(fn, specs)
-            traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
-            loops = loops_over_rows(traced_fn, leaf_specs, options, structures[-1])
-        compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]
+    traced_fn, structure, loops, compiled = _trace_loops(fn, specs, leaf_specs, options, counts_rows, stream)
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
-    structure, of_results = structures[-1], None
+    of_results = None
     if reduction is None:
         check_validity(structure, loops[0].specs)
     else:
-        with _reducing():
+        try:
             of_results = reduction.of(structure, loops[0].specs)
             loops, compiled = (_reduced(of_results, each, leaf_specs) for each in (loops, compiled))
+        except FunctionError:
+            raise
+        except Exception as error:
+            raise function_error(
+                f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
+            ) from error
         structure = (None,) * len(loops[0].specs)
     prepared = partial(
         _traced, specs=leaf_specs, in_place=options.in_place, structure=structure, function=traced_fn,
@@ -151,14 +147,32 @@ def trace(
     return replace(first, with_gradients=others[0]) if others else first
 
 
-@contextmanager
-def _tracing(fn: Callable[..., Any], specs: Any, options: Options) -> Iterator[None]:
-    """Explain errors of a trace that serves every device, and warn of random numbers that all rows would share."""
+def _trace_loops(
+    fn: Callable[..., Any],
+    specs: Any,
+    leaf_specs: list[Any],
+    options: Options,
+    counts_rows: bool,
+    stream: Stream | None,
+) -> tuple[Any, Any, list[RowLoop], list[RowLoop]]:
+    """Trace `fn`, and its loops over rows.
+
+    Returns:
+        The `ConcreteFunction` of `fn`, the structure of its results, the loops, and the loops compiled by XLA.
+    """
+    flat_fn, structures = _flatten(fn, specs, options, counts_rows, stream)
     drawn_from = random_states(fn)
     drawn = drawn_from()
     try:
-        with tf.device(None):
-            yield
+        with tf.device(None):  # the trace serves every device
+            if options.batched:
+                traced_fn = flat_fn.get_concrete_function(*leaf_specs)
+                loops = [RowLoop(traced_fn, False, "fn takes a batch")]
+            else:
+                check_ranks(fn, specs)
+                traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
+                loops = loops_over_rows(traced_fn, leaf_specs, options, structures[-1])
+            compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]
     except FunctionError as error:
         while isinstance(error.__context__, FunctionError):  # autograph adds a traceback to the message
             error = error.__context__
@@ -171,17 +185,7 @@ def _tracing(fn: Callable[..., Any], specs: Any, options: Options) -> Iterator[N
             "Use the option seed= with tf.random.stateless_normal and the like",
             RuntimeWarning,
         )
-
-
-@contextmanager
-def _reducing() -> Iterator[None]:
-    """Explain errors of a reduction."""
-    try:
-        yield
-    except FunctionError:
-        raise
-    except Exception as error:
-        raise function_error(f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error) from error
+    return traced_fn, structures[-1], loops, compiled
 
 
 def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
