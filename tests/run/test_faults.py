@@ -219,7 +219,7 @@ def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
     def interrupt_twice(row: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         main = threading.main_thread().ident or 0
-        while "wait_for" not in [
+        while "join_threads" not in [
             frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])
         ]:
             pass
