@@ -176,6 +176,24 @@ class Counted(layers.Layer):
         return x * (1 + 0.1 * self.steps)
 
 
+class Averaged(layers.Layer):
+    """Uses a moving average of its weights, which has no gradient."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+        self.average = self.add_weight(shape=(shape[-1], 3), name="average", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.average.assign(0.5 * self.average + 0.5 * self.kernel)
+        return x @ self.average + 0.1 * (x @ self.kernel)
+
+
+def tied() -> keras.Model:
+    dense = layers.Dense(5, "tanh")
+    return sequential(dense, layers.Lambda(lambda x: x @ keras.ops.transpose(dense.kernel)), Averaged())
+
+
 class Relative(keras.Model):
     """With a loss that is relative to those of the steps so far, and this one."""
 
@@ -365,6 +383,7 @@ CASES = {
         lambda: sequential(Counted(), layers.SpectralNormalization(layers.Dense(5)), Counted()),
         options={"added_losses": "mean"},
     ),
+    "tied weights, moving average of weights": Case(tied),
     "a loss that changes what it uses": Case(Relative),
     "complex values": Case(lambda: sequential(Spectrum(), layers.Lambda(tf.abs)), forward=False),
     "batch normalization": Case(normalized, lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3)}),

@@ -22,7 +22,7 @@ from devicemap.compile.audit import audit
 from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import failure
-from devicemap.training.stateless import CallScope, Given, current_scope, pure
+from devicemap.training.stateless import CallScope, Given, Passed, current_scope, pure
 
 
 def recomputed(
@@ -37,7 +37,7 @@ def recomputed(
         function: `(number of the microbatch, rows, values) -> (results [rows, ...], results [1, ...])`, of dense tensors. It is
             traced once.
         rows: tensors `[rows, ...]`, dense, ragged or sparse, which get no gradients.
-        values: dense tensors that get gradients.
+        values: dense tensors that get gradients. So do the variables that the function reads, unless there are microbatches.
         microbatches: the largest number of parts of the rows. No part is empty. Results of several parts are joined.
 
     Raises:
@@ -46,6 +46,8 @@ def recomputed(
     cut = _Cut(rows, microbatches)
     part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs, list(values))
     _check(part)
+    # A step of the user may train variables that are not Keras's. Such steps have one microbatch.
+    others = [v for v in part.graph.variables if v.trainable and _has_gradient(v)] if microbatches == 1 else []
     varying = 1 + len(tf.nest.flatten(cut.specs, expand_composites=True))
     inputs = part.graph.inputs
     kinds = [lookups(part.graph, each, inputs[:varying]) for each in inputs[varying : varying + len(values)]]
@@ -57,10 +59,10 @@ def recomputed(
 
     def gradient_of_part(number: Any, rows: Any, values: Any, upstream: Any) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([values[i] for i in sources])
+            tape.watch([*(values[i] for i in sources), *others])
             again = run(number, rows, values)
             taken = [again[i] for i in floats]
-        return tape.gradient(taken, [values[i] for i in sources], upstream)
+        return tape.gradient(taken, [*(values[i] for i in sources), *others], upstream)
 
     def gradient(*upstream: Any) -> list[Any]:
         taken = [upstream[i] for i in floats]
@@ -87,14 +89,14 @@ def recomputed(
             of_values[i] = (
                 each if each is None or isinstance(each, tf.IndexedSlices) else tf.ensure_shape(each, values[i].shape)
             )
-        return of_values
+        return [*of_values, *found[len(sources) :]]
 
     given = (
         run(cut.number, rows, values)
         if microbatches == 1
         else cut.over(lambda i: run(i, cut.parts(i), values), [_joined] * len(results))
     )
-    return linked(given, values, gradient)
+    return linked(given, [*values, *map(tf.convert_to_tensor, others)], gradient)
 
 
 def without_state(layers: Sequence[Any]) -> list[Any]:
@@ -119,25 +121,31 @@ def recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-    given, scope, found = Given.of(args, kwargs), current_scope(), []
+    given, scope = Given.of(args, kwargs), current_scope()
     if scope is None or not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):  # `None`: in another thread
         return call(*args, **kwargs)
     variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
-    count, states = len(given.rows), [variable for variable in variables if not is_seed(variable)]
+    count, found = len(given.rows), list[tuple[Passed, CallScope]]()
 
     def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         args, kwargs = given.with_rows(values[:count])
-        own = CallScope([*zip(variables, values[count:])], scope.collect_losses)
+        own = CallScope([*zip(variables, values[count:])], scope.collect_losses, outer=scope)
         tensors, others, what = pure(partial(call, *args, **kwargs), own, states, values[:count])
-        found.append((what, own.draws))
+        found.append((what, own))
         return tensors, others
 
-    results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
-    what, draws = found[-1]
+    while True:
+        states = [variable for variable in variables if not is_seed(variable)]
+        results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
+        what, own = found[-1]
+        if not own.borrowed:
+            break
+        # The layer uses variables of other layers, as tied weights. Their gradients need them as arguments.
+        variables += {id(variable): variable for variable in own.borrowed}.values()
     outputs, losses, updates = what.unpacked(results)
     # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
     scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]
-    scope.draws += draws
+    scope.draws += own.draws
     for i, value in zip(what.updated, updates):
         scope.add_update((states[i], value))
     return outputs

@@ -157,14 +157,24 @@ class Passed:
 class CallScope(keras.StatelessScope):
     """A scope that collects losses and new values of the calls in it."""
 
-    def __init__(self, held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False):
+    def __init__(
+        self,
+        held: Sequence[tuple[Any, Any]] = (),
+        losses: bool = True,
+        advance: bool = False,
+        outer: CallScope | None = None,
+    ):
         """
         Args:
             held: variables and their values in the scope.
             losses: whether losses are collected. Otherwise, they are dropped.
             advance: whether draws advance seeds, because each device has to draw other numbers.
+            outer: the scope in which other variables have values.
         """
         super().__init__(held, collect_losses=losses)
+        self._outer = outer
+        self.borrowed = list[Any]()
+        """Variables whose values the scope took from `outer`."""
         self.held = {id(variable) for variable, _ in held}
         self.changed = list[Any]()
         self.draws = Counter[int]()
@@ -185,6 +195,9 @@ class CallScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> Any:
         """Return the value of a variable in the scope."""
         value, draws = super().get_current_value(variable), self.draws[id(variable)]
+        if value is None and self._outer is not None:
+            value = self._outer.get_current_value(variable)
+            self.borrowed += [] if value is None else [variable]
         return value if value is None or not draws else value + tf.constant([0, draws], value.dtype)
 
     def add_update(self, update: Any) -> None:
@@ -203,9 +216,10 @@ class CallScope(keras.StatelessScope):
                 f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
                 "it on to the variable; change the variable outside of them"
             )
-        if variable.trainable:  # gradients of later reads go to the variable, not to the assigned value
+        value = tf.stop_gradient(value)
+        if variable.trainable:  # gradients of later reads go to the variable
             now = tf.cast(variable.value, value.dtype)
-            value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
+            value += now - tf.stop_gradient(now)
         super().add_update((variable, value))
 
 

@@ -146,6 +146,39 @@ def test_a_step_that_builds_losses_and_optimizers_is_traced_once(name: str, devi
     assert len(traced) == 1
 
 
+class Raw(layers.Layer):
+    """Multiplies by a variable that Keras does not track."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = tf.Variable(tf.ones([6, 3]))
+
+    def call(self, x: Any) -> Any:
+        return tf.tanh(x @ self.matrix)
+
+
+def test_a_step_trains_variables_that_are_not_keras_own(devices: list[str]) -> None:
+    found = []
+    for options in (None, {}, {"recompute": True}):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input([6]), Raw(), layers.Dense(2)])
+        matrix = model.layers[0].matrix
+
+        def step(batch: Any, model: Any = model, matrix: Any = matrix) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)
+            matrix.assign_sub(0.1 * tape.gradient(loss, matrix))
+            return {"cost": loss}
+
+        model.train_step = step
+        model.compile(jit_compile=False)
+        if options is not None:
+            devicemap.parallelize(model, devices, **options)
+        model.fit(X, Y, **STEPS)
+        found.append(matrix.numpy())
+    assert_close(found[1:], [found[0]] * 2)
+
+
 def test_microbatches_need_the_step_of_keras(devices: list[str]) -> None:
     with pytest.raises(OptionError, match=r"accumulate=2 .* train_step of its own.*recompute"):
         devicemap.parallelize(TwoPasses(), devices, accumulate=2)

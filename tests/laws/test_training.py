@@ -51,6 +51,7 @@ FRUGALLY_TRAINED = (
     "added sums",
     "outputs in a dict",
     "weights changed in a step that uses them",
+    "tied weights, moving average of weights",
     "lookups",
     "masks, gradients of slices",
     "scaled",
@@ -68,6 +69,7 @@ TRAININGS = [
     pytest.param("lookups", {}, marks=ADDED),
     (RUN_AGAIN[0], {"recompute": True}),
     ("complex values", {"accumulate": 2, "recompute": True}),
+    ("tied weights, moving average of weights", {"recompute": True}),
     *(pytest.param(*each, marks=[pytest.mark.nightly, *[ADDED] * ("lookups" in each[0])]) for each in NIGHTLY),
 ]
 
