@@ -306,6 +306,32 @@ def inner_slopes(layer: Any, x: Any) -> Any:
     return tape.batch_jacobian(outputs, x)
 
 
+class InTurn(keras.Model):
+    """Trains one output after the other, and counts the variables that have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.norm = layers.Dense(4, "tanh"), layers.BatchNormalization(momentum=0.8)
+        self.heads = [layers.Dense(2) for _ in range(2)]
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        hidden = self.norm(self.hidden(x), training=training)
+        return [head(hidden) for head in self.heads]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        missing = []
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.reduce_mean((output - y) ** 2) for output in self(x, training=True)]
+        for loss in (losses[0], losses[1], losses[0] - losses[1]):
+            gradients = tape.gradient(loss, self.trainable_variables)
+            missing.append(sum(gradient is None for gradient in gradients))
+            for variable, gradient in zip(self.trainable_variables, gradients):
+                if gradient is not None:
+                    variable.assign_sub(0.1 * gradient)
+        return {"cost": losses[1], "missing": 100.0 * missing[0] + 10.0 * missing[1] + missing[2]}
+
+
 NOISE = np.cos(13 * Y)
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two forward passes": (TwoPasses, {"x": X, "y": Y}),
@@ -317,5 +343,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "decorated": (Decorated, {"x": X, "y": Y}),
     "masks": (Words, {"x": WORDS, "y": Y}),
     "inconstant": (Inconstant, {"x": X, "y": Y}),
+    "in turn": (InTurn, {"x": X, "y": Y}),
 }
 """By name: the class of a model, and what it is fitted to."""

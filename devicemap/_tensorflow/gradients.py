@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -14,23 +12,12 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 from devicemap._tensorflow.functions import own_graphs
 
-_record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
+_record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
 _operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
-_handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
-
-
-class Lookups(Enum):
-    """The lookups of a function in a table, by which `tf.IndexedSlices` of several calls are added."""
-
-    NONE = "none"
-    OF_ROWS = "each row has indices of its own"
-    SHARED = "each call has the same indices"
-    DISTINCT = "each call has each index once"
-    MIXED = "several of these"
 
 
 _mending = threading.Lock()
@@ -51,90 +38,6 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
             continue
         if op.device and gradient is not None:
             op._gradient_function = _on_device(gradient, op.device)
-
-
-def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[Any]:
-    """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
-
-    `lookups`: those of the consumers.
-
-    TensorFlow would add them on the device of the gradient function
-    (test_gradients_of_several_users_are_added_on_the_current_device).
-    """
-    if count == 1 or tf.executing_eagerly():
-        return [value] * count
-
-    def add(*upstream: Any) -> list[Any]:
-        known = [gradient for gradient in upstream if gradient is not None]
-        return [added(known, lookups) if known else None, *[None] * (count - 1)]
-
-    return gradients_through([value] * count, add)
-
-
-@with_fallback(lambda values, _: list(values), _registry, _operations, _handle_data)
-def gradients_through(values: Sequence[Any], change: Callable[..., Sequence[Any]]) -> list[Any]:
-    """Return values whose gradients are those that `change` returns for theirs, on the current device."""
-    with _unrecorded():
-        copies = tf.raw_ops.IdentityN(input=values)
-    op = copies[0].op
-    for value, copy in zip(op.inputs, copies):
-        if value.dtype == tf.resource:
-            _handle_data.copy_handle_data(value, copy)
-
-    def changed(op: Any, *upstream: Any) -> Sequence[Any]:
-        with tf.device(op.device):
-            return change(*upstream)
-
-    _set_gradient(op, values, changed)
-    return list(copies)
-
-
-def _set_gradient(op: Any, inputs: Sequence[Any], gradient: Callable[..., Any]) -> None:
-    """Set the gradient function of an op of `_unrecorded`, for tapes inside and outside the function being traced."""
-    op._gradient_function = gradient
-    if usable(_record):
-        _record.record_operation(op.type, list(op.outputs), list(inputs), partial(gradient, op))
-
-
-@with_fallback(contextlib.nullcontext, _record)
-def _unrecorded() -> Any:
-    return _record.stop_recording()
-
-
-def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
-    link = tf.custom_gradient(lambda *_: (list(results), lambda *upstream: gradient(*upstream)))
-    return list(link(*values))
-
-
-@with_fallback(_linked_for_good, _registry, _operations)
-def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
-    """Return the results, in the function being traced, with gradients to `values`, which `gradient` computes.
-
-    Tapes inside the function do not use `gradient`. The fallback is `tf.custom_gradient`, for which TensorFlow's gradient
-    registry keeps each graph forever, with the weights of the model.
-    """
-    copies = tf.raw_ops.IdentityN(input=[*results, *values])
-    copies[0].op._gradient_function = lambda _, *upstream: [
-        *[None] * len(results),
-        *gradient(*upstream[: len(results)]),
-    ]
-    return list(copies[: len(results)])
-
-
-def added(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
-    """Return the sum of gradients. A sum of `tf.IndexedSlices` has the slices of one call for all rows."""
-    if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
-    values, indices = (tf.concat([getattr(each, part) for each in gradients], 0) for part in ("values", "indices"))
-    if lookups is Lookups.SHARED:  # calls without rows may have no slices
-        count = tf.reduce_max([tf.size(each.indices) for each in gradients])
-        calls = tf.size(indices) // tf.maximum(count, 1)
-        values = tf.reduce_sum(tf.reshape(values, tf.concat([[calls, count], tf.shape(values)[1:]], 0)), 0)
-        indices = indices[:count]
-    if lookups is Lookups.DISTINCT:
-        indices, places = tf.unique(indices)
-        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
 
 def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Callable[..., Any]:
@@ -251,24 +154,6 @@ def _takes_gradient_functions() -> bool:
         y.op._gradient_function = lambda op, upstream: 7.0 * upstream
         tf.gradients(y, x)
         return all(op.type != "Cos" for op in x.graph.get_operations())
-
-
-def redirecting() -> Callable[[Any, Any], Any]:
-    """Return a function `(handle, value)` that redirects gradients. It traces once for each shape of values.
-
-    In the function being traced, it returns a handle of a variable whose gradients go to `value`, its assigned value. An
-    assignment has no gradient. The handle comes from a call and not from `IdentityN`, because the gradient of a while loop
-    follows resources only through calls (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
-    """
-    first = tf.function(lambda handle, value: handle, autograph=False)
-
-    def redirect(handle: Any, value: Any) -> Any:
-        with _unrecorded():
-            redirected = first.get_concrete_function(handle, value)(handle, value)
-        _set_gradient(redirected.op, [handle, value], lambda op, upstream: [None, upstream])
-        return redirected
-
-    return redirect
 
 
 @with_fallback(lambda: False, _record)

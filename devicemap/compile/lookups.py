@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_by_name
-from devicemap._tensorflow.gradients import Lookups
+from devicemap._tensorflow.gradient_links import Lookups
 from devicemap.compile.graph_walker import BRANCHES, CALLS, called_names
 from devicemap.errors import failure
 

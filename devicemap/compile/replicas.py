@@ -22,7 +22,8 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import temporary_variable
-from devicemap._tensorflow.gradients import Lookups, fanned_out, holds_gradients, redirecting
+from devicemap._tensorflow.gradient_links import Lookups, fanned_out, redirecting
+from devicemap._tensorflow.gradients import holds_gradients
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.lookups import lookups_in

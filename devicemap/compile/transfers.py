@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import Lookups, fanned_out, gradients_through, holds_gradients
+from devicemap._tensorflow.gradient_links import Lookups, fanned_out, gradients_through
+from devicemap._tensorflow.gradients import holds_gradients
 
 _CHILDREN = 2
 """The largest number of devices to which a device sends a value, and from which it receives gradients."""

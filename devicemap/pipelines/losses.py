@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import added
+from devicemap._tensorflow.gradient_links import added
 from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, mask_of, stored_in
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, wait_for, with_captures
-from devicemap._tensorflow.gradients import Lookups, added
+from devicemap._tensorflow.gradient_links import Lookups, added
 from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced

@@ -10,15 +10,16 @@ Each call is retraced, as Keras does for one device, because a layer may depend 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import keep_alive
-from devicemap._tensorflow.gradients import Lookups, are_followed, differentiate_in_place
+from devicemap._tensorflow.functions import keep_alive, with_captures
+from devicemap._tensorflow.gradient_links import Lookups, without_unused_gradients
+from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, stored_in
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.program import Program
@@ -30,7 +31,8 @@ from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
 from devicemap.errors import failure
-from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
+from devicemap.run.graph_engine import NO_HANDLES, CallObservers, call_inside, run_graph
+from devicemap.training.filled_rows import are_real, filled
 from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
@@ -75,23 +77,35 @@ class MappedCall:
         return results
 
     def _run(self) -> list[Any]:
-        on_devices = self._in_lockstep if self._survey.meets else self._apart
         if self._given.count is not None:
-            results = on_devices(self._rows)
+            results = self._on_devices(self._rows)
             outputs = [with_static_rows(leaf, self._given.count) for leaf in results[: self._passed.of_rows]]
             return [*outputs, *results[self._passed.of_rows :]]
         devices = len(self._forward.devices)
         with tf.device(self._place):
-            rows = _filled(self._rows, devices)
-        results = on_devices(rows)
+            rows = filled(self._rows, devices)
+        results = self._on_devices(rows)
         with tf.device(self._forward.home):
             count, of_rows = count_rows(self._rows[0]), self._passed.of_rows
             outputs = [take_rows(leaf, 0, count) for leaf in results[:of_rows]]
-            real = tf.cast(_are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
+            real = tf.cast(are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
             return [*outputs, *results[of_rows:-1], results[-1] * real]
 
-    def _apart(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in independent shards. Rows of unknown number are those of `_filled`."""
+    def _on_devices(self, rows: Sequence[Any]) -> list[Any]:
+        """Run the call. Rows of unknown number are those of `filled`."""
+        on_devices = self._in_lockstep if self._survey.meets else self._apart
+        sources = self._survey.sources
+        if self._row_losses is not None:
+            sources = (
+                [] if self._row_losses.complete else [*sources, *(sources[key[2]] for key in self._row_losses.keys)]
+            )
+        if len({*filter(None, sources)}) < 2:
+            return on_devices(rows)
+        variables = [stored_in(variable) for variable in self._layer.trainable_variables]
+        return without_unused_gradients(on_devices, rows, variables, sources)
+
+    def _apart(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
+        """Run the call in independent shards."""
         forward = self._forward
 
         @tf.autograph.experimental.do_not_convert
@@ -106,20 +120,23 @@ class MappedCall:
         options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
         keep_alive(program, forward)
+        if tf.executing_eagerly() and handles:
+            function = tf.function(lambda *rows: call_inside(program, as_rows(rows), filled=True), autograph=False)
+            return list(with_captures(function.get_concrete_function(*rows), handles)(*rows))
         if tf.executing_eagerly():
             data = as_rows(tuple(rows))
             compiled = program.compiled_for(data)
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, CallObservers()))
-        return list(call_inside(program, as_rows(tuple(rows)), filled=True))
+        return list(call_inside(program, as_rows(tuple(rows)), True, handles))
 
-    def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in shards that exchange statistics. Rows of unknown number are those of `_filled`."""
+    def _in_lockstep(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
+        """Run the call in shards that exchange statistics."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
-        return list(concrete(count, *rows))
+        return list(with_captures(concrete, handles)(count, *rows))
 
     def _shards_in_lockstep(self, count: Any, *leaves: Any) -> list[Any]:
         """Run shards of the leaves, of which the first `count` rows are real, in the graph that is being traced."""
@@ -129,7 +146,7 @@ class MappedCall:
             # Not static, so that `depends_on` sees what uses the number (test_what_devices_cannot_do_apart_is_refused).
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
-            real = _are_real(len(devices), count, len(devices))
+            real = are_real(len(devices), count, len(devices))
         values = self._sent(devices)
 
         def on_device(slot: int) -> tuple[list[Any], list[Any]]:
@@ -276,28 +293,6 @@ def _mean(states: Any, shares: Any) -> Any:
     """Return the mean of states `[devices, ...]`, weighted by shares `[devices]`."""
     shares = tf.reshape(tf.cast(shares, states.dtype), [-1, *[1] * (states.shape.rank - 1)])
     return tf.reduce_sum(states * shares, 0)
-
-
-def _filled(rows: Sequence[Any], devices: int) -> list[Any]:
-    """Return the rows of a batch, with copies of the first for devices without rows. A batch without rows stays empty."""
-    count = count_rows(rows[0], tf.int32)
-
-    def with_copies() -> list[Any]:
-        stop = tf.maximum(count, devices)
-        return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, stop) for leaf in rows]
-
-    # The second gradient of a branch cannot be vectorised (test_second_derivatives_with_an_unknown_number_of_rows).
-    if are_followed(tf.nest.flatten(list(rows), True)):
-        return with_copies()
-    return list(tf.cond(count < devices, with_copies, lambda: list(rows)))
-
-
-def _are_real(shards: Any, count: Any, devices: int) -> Any:
-    """Return whether shards have rows of a batch of `count` rows, and not only copies: bool `[shards]`.
-
-    With fewer rows than devices, each shard has one row.
-    """
-    return (tf.range(shards, dtype=tf.int64) < count) | (count >= devices)
 
 
 def _read(variable: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import added, linked
+from devicemap._tensorflow.gradient_links import added, linked
 from devicemap._tensorflow.keras import is_seed, replacing, sublayers_of
 from devicemap.compile.audit import audit
 from devicemap.compile.lookups import lookups

@@ -10,7 +10,8 @@ from weakref import WeakSet
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
-from devicemap._tensorflow.gradients import Lookups, holds_gradients
+from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
+from devicemap._tensorflow.gradients import holds_gradients
 from devicemap._tensorflow.keras import (
     batch_norms_of,
     in_inference,
@@ -121,6 +122,8 @@ class Survey:
         self._lookups: dict[int, Lookups] = {}
         if len(forward.devices) > 1 or runs_again:
             self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
+        self.sources = sources_of_gradients(concrete) if dense and _are_dense(concrete) else []
+        """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
@@ -235,6 +238,10 @@ def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict
     return found
 
 
+def _are_dense(concrete: Any) -> bool:
+    return all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs)
+
+
 def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: bool) -> str | None:
     if meets:
         return "synchronized batch normalization exchanges values between devices"
@@ -242,6 +249,6 @@ def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: 
         return "accumulate and recompute call layers again for their gradients"
     if may_train() and audit(concrete).gradient_needs_variants:
         return "XLA does not compile a loop or branch apart from its gradient"
-    if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
+    if not dense or not _are_dense(concrete):
         return "XLA has no ragged or sparse tensors"
     return "it runs eagerly" if tf.executing_eagerly() else None

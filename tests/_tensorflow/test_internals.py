@@ -21,13 +21,8 @@ from devicemap._tensorflow.functions import (
     wait_for,
     with_captures,
 )
-from devicemap._tensorflow.gradients import (
-    differentiate_freely,
-    fanned_out,
-    holds_gradients,
-    order_of_gradients,
-    redirecting,
-)
+from devicemap._tensorflow.gradient_links import fanned_out, redirecting
+from devicemap._tensorflow.gradients import differentiate_freely, holds_gradients, order_of_gradients
 from devicemap._tensorflow.pfor import of_all_rows
 from devicemap._tensorflow.runtime import allocator_bytes, run_beside_inputs
 

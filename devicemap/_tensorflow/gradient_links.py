@@ -1,0 +1,227 @@
+"""Values through which gradients flow in another way than TensorFlow's: added, redirected, computed again, or left out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow import Private, usable, with_fallback
+
+_record = Private("tensorflow.python.eager.record", "record_operation", "stop_recording")
+_operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
+_registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
+_handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
+_resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
+
+
+class Lookups(Enum):
+    """The lookups of a function in a table, by which `tf.IndexedSlices` of several calls are added."""
+
+    NONE = "none"
+    OF_ROWS = "each row has indices of its own"
+    SHARED = "each call has the same indices"
+    DISTINCT = "each call has each index once"
+    MIXED = "several of these"
+
+
+def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[Any]:
+    """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
+
+    `lookups`: those of the consumers.
+
+    TensorFlow would add them on the device of the gradient function
+    (test_gradients_of_several_users_are_added_on_the_current_device).
+    """
+    if count == 1 or tf.executing_eagerly():
+        return [value] * count
+
+    def add(*upstream: Any) -> list[Any]:
+        known = [gradient for gradient in upstream if gradient is not None]
+        return [added(known, lookups) if known else None, *[None] * (count - 1)]
+
+    return gradients_through([value] * count, add)
+
+
+@with_fallback(lambda values, _: list(values), _registry, _operations, _handle_data)
+def gradients_through(values: Sequence[Any], change: Callable[..., Sequence[Any]]) -> list[Any]:
+    """Return values whose gradients are those that `change` returns for theirs, on the current device."""
+    with _unrecorded():
+        copies = tf.raw_ops.IdentityN(input=values)
+    for value, copy in zip(values, copies):
+        if value.dtype == tf.resource:
+            _handle_data.copy_handle_data(value, copy)
+    if tf.executing_eagerly():
+        _record.record_operation("IdentityN", list(copies), list(values), change)
+        return list(copies)
+    op = copies[0].op
+
+    def changed(op: Any, *upstream: Any) -> Sequence[Any]:
+        with tf.device(op.device):
+            return change(*upstream)
+
+    _set_gradient(op, values, changed)
+    return list(copies)
+
+
+def _with_zeros(call: Callable[..., Sequence[Any]], rows: Sequence[Any], *_: Any) -> list[Any]:
+    return list(call(rows, {}))
+
+
+@with_fallback(_with_zeros, _record, _registry, _operations, _handle_data, _resources)
+def without_unused_gradients(
+    call: Callable[[list[Any], dict[Any, Any]], Sequence[Any]],
+    rows: Sequence[Any],
+    variables: Sequence[tf.Variable],
+    sources: Sequence[frozenset[Any]],
+) -> list[Any]:
+    """Return the results of a call. What only results without a gradient depend on gets no gradient.
+
+    TensorFlow's gradient of a function call has zeros there, with which optimizers with a momentum update variables
+    (`InTurn` in tests/steps.py). In the fallback, it has zeros.
+
+    Args:
+        call: a function of tensors and of handles of variables, by the `Tensor.ref()` of those that they replace.
+        rows: the tensors.
+        variables: the variables.
+        sources: for each of the first results, the indices of tensors and references of handles on which it depends. Further
+            results depend on all of them.
+    """
+    used: set[int] = set()
+    finished = [False]
+
+    def at_result(i: int, upstream: Any) -> list[Any]:
+        if finished[0]:  # another gradient of the same call
+            used.clear()
+            finished[0] = False
+        used.add(i)
+        return [upstream]
+
+    def at_source(source: Any, upstream: Any) -> list[Any]:
+        finished[0] = True
+        return [upstream if any(i >= known or source in sources[i] for i in used) else None]
+
+    def followed(tensor: Any, source: Any) -> Any:
+        with tf.device(tensor.device):
+            return gradients_through([tensor], partial(at_source, source))[0]
+
+    needed = frozenset().union(*sources)
+    known = len(sources)
+    rows = [followed(tensor, i) if i in needed else tensor for i, tensor in enumerate(rows)]
+    handles = {}
+    for variable in variables:
+        if (key := variable.handle.ref()) in needed:
+            _resources.variable_accessed(variable)  # tapes start to watch it, as in the call
+            handles[key] = followed(variable.handle, key)
+    results = list(call(rows, handles))
+    for i, result in enumerate(results):
+        if result.dtype.is_floating or result.dtype.is_complex:
+            results[i] = gradients_through([result], partial(at_result, i))[0]
+    return results
+
+
+def sources_of_gradients(concrete: Any) -> list[frozenset[Any]]:
+    """Return the inputs to which the gradient of each result of a `ConcreteFunction` goes.
+
+    Inputs are given by their index, captures by the `Tensor.ref()` of the captured tensor. Calls, loops and branches are not
+    looked into: gradients of their results go to all of their inputs.
+    """
+    captures = concrete.captured_inputs
+    count = len(concrete.inputs) - len(captures)
+    known = {tensor.ref(): i for i, tensor in enumerate(concrete.inputs[:count])}
+    known |= {inner.ref(): tensor.ref() for inner, tensor in zip(concrete.inputs[count:], captures)}
+
+    def sources(tensor: Any) -> frozenset[Any]:
+        found, seen, left = set(), set(), [tensor]
+        while left:
+            each = left.pop()
+            dtype = each.dtype
+            if not (dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)) or each.ref() in seen:
+                continue
+            seen.add(each.ref())
+            if each.ref() in known:
+                found.add(known[each.ref()])
+            elif _has_gradient(each.op):
+                left += each.op.inputs
+        return frozenset(found)
+
+    return [sources(tensor) for tensor in concrete.outputs]
+
+
+@with_fallback(lambda op: True, _registry)
+def _has_gradient(op: Any) -> bool:
+    """Whether a gradient may go through an op. The fallback is that it does."""
+    try:
+        return op.type != "StopGradient" and _registry.get_gradient_function(op) is not None
+    except LookupError:
+        return True
+
+
+def _set_gradient(op: Any, inputs: Sequence[Any], gradient: Callable[..., Any]) -> None:
+    """Set the gradient function of an op of `_unrecorded`, for tapes inside and outside the function being traced."""
+    op._gradient_function = gradient
+    if usable(_record):
+        _record.record_operation(op.type, list(op.outputs), list(inputs), partial(gradient, op))
+
+
+@with_fallback(contextlib.nullcontext, _record)
+def _unrecorded() -> Any:
+    return _record.stop_recording()
+
+
+def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
+    link = tf.custom_gradient(lambda *_: (list(results), lambda *upstream: gradient(*upstream)))
+    return list(link(*values))
+
+
+@with_fallback(_linked_for_good, _registry, _operations)
+def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
+    """Return the results, in the function being traced, with gradients to `values`, which `gradient` computes.
+
+    Tapes inside the function do not use `gradient`. The fallback is `tf.custom_gradient`, for which TensorFlow's gradient
+    registry keeps each graph forever, with the weights of the model.
+    """
+    copies = tf.raw_ops.IdentityN(input=[*results, *values])
+    copies[0].op._gradient_function = lambda _, *upstream: [
+        *[None] * len(results),
+        *gradient(*upstream[: len(results)]),
+    ]
+    return list(copies[: len(results)])
+
+
+def added(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
+    """Return the sum of gradients. A sum of `tf.IndexedSlices` has the slices of one call for all rows."""
+    if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+    values, indices = (tf.concat([getattr(each, part) for each in gradients], 0) for part in ("values", "indices"))
+    if lookups is Lookups.SHARED:  # calls without rows may have no slices
+        count = tf.reduce_max([tf.size(each.indices) for each in gradients])
+        calls = tf.size(indices) // tf.maximum(count, 1)
+        values = tf.reduce_sum(tf.reshape(values, tf.concat([[calls, count], tf.shape(values)[1:]], 0)), 0)
+        indices = indices[:count]
+    if lookups is Lookups.DISTINCT:
+        indices, places = tf.unique(indices)
+        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+
+
+def redirecting() -> Callable[[Any, Any], Any]:
+    """Return a function `(handle, value)` that redirects gradients. It traces once for each shape of values.
+
+    In the function being traced, it returns a handle of a variable whose gradients go to `value`, its assigned value. An
+    assignment has no gradient. The handle comes from a call and not from `IdentityN`, because the gradient of a while loop
+    follows resources only through calls (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
+    """
+    first = tf.function(lambda handle, value: handle, autograph=False)
+
+    def redirect(handle: Any, value: Any) -> Any:
+        with _unrecorded():
+            redirected = first.get_concrete_function(handle, value)(handle, value)
+        _set_gradient(redirected.op, [handle, value], lambda op, upstream: [None, upstream])
+        return redirected
+
+    return redirect
