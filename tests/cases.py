@@ -138,6 +138,7 @@ def cases() -> list[Case]:
     dense = tf.keras.layers.Dense(4, activation="tanh")
     dense.build([None, 3])
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(2)])
+    compiled = tf.function(lambda row: tf.linalg.matvec(variable, row, transpose_a=True), jit_compile=True)
     no_vectorizing = {"vectorize": False}
     return [
         Case("vectorised", lambda row: tf.sin(row) * 2, x),
@@ -154,6 +155,7 @@ def cases() -> list[Case]:
         Case("complex and bool", lambda row: (tf.complex(row, row), row > 0), x),
         Case("random, of no effect", lambda row: row + 0 * tf.random.normal([3]), x),
         Case("captured variable", lambda row: tf.linalg.matvec(variable, row, transpose_a=True), x),
+        Case("gather_nd of a variable", lambda row: tf.gather_nd(variable, row[:2, None]), whole),
         Case("lookup table", lambda n: table.lookup(n + 1), numbers),
         Case("Keras layer", dense, x, batched=True),
         Case("Keras model", lambda b: model(b, training=False), x, batched=True),
@@ -194,6 +196,7 @@ def cases() -> list[Case]:
         Case("a decorated method", _Odd().method, x),
         Case("a class method", _Odd.of_class, x),
         Case("an object", _Odd(), x),
+        Case("compiled function of a variable", compiled, x),
         Case("compiled", lambda row: tf.exp(-row) * row, x, options={"jit_compile": True}),
         Case(
             "compiled sparse batch",

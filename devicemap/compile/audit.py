@@ -88,6 +88,13 @@ class Audit:
     reads_again: bool = False
     """Whether it reads a variable more than once, or gathers from one."""
 
+    gathers_nd: bool = False
+    """Whether it calls `tf.gather_nd` of a variable, whose shape TensorFlow then needs. Handles of replicas inside of functions
+    lack it (test_same_answer)."""
+
+    calls_xla: bool = False
+    """Whether it calls a function that XLA compiles, whose variables have to be on its device."""
+
     python_ops: tuple[str, ...] = ()
     """Types of its ops that call Python functions."""
 
@@ -150,6 +157,8 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         loops=bool(types & _LOOPS),
         gradient_needs_variants=bool(types & (_LOOPS | BRANCHES)),
         reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
+        gathers_nd="ResourceGatherNd" in types,
+        calls_xla=any("_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b for node in nodes),
         python_ops=tuple(sorted(types & _PYTHON)),
         pinned=any(map(_is_pinned, nodes)),
         colocated=any(map(_is_colocated_with_argument, bodies)),

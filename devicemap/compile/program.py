@@ -29,6 +29,12 @@ from devicemap.events import Shard, short_name
 from devicemap.hosts import is_remote
 from devicemap.options import Options, check_options, check_progress, variables_of
 
+_IF_COMPILED = (
+    ". A function that XLA compiles (jit_compile=True) cannot use a variable of another device which it writes, or which the "
+    "option in_place names: map on the device of the variable, or leave jit_compile out"
+)
+"""Advice for a `fn` that calls such a function."""
+
 _IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
 """Advice for an unavailable device of another host."""
 
@@ -166,6 +172,8 @@ class Program:
         what = brief(error)
         uneven = not self.options.batched and "Incompatible shapes during merge" in what
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
+        if "Trying to access resource" in what:
+            hint += _IF_COMPILED
         if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
             hint += _IF_LOST
         if is_out_of_memory(error):

@@ -40,12 +40,17 @@ def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bo
 
     They do if a variable would otherwise be sent more than once per call: to chunks, loops, gathers, backward passes, compiled
     functions and other hosts. They cannot if XLA or pfor rewrites the graph as a part of another function, because both lack
-    assignments. They cannot if an op of `fn` requests a device, either.
+    assignments. They cannot if an op of `fn` requests a device, or needs the shape of a variable, either.
     """
     audit = traced.audit
-    if spec.engine is Engine.REWRITTEN or audit.pinned or (spec.differentiable and not holds_gradients()):
+    if (
+        spec.engine is Engine.REWRITTEN
+        or audit.pinned
+        or audit.gathers_nd
+        or (spec.differentiable and not holds_gradients())
+    ):
         return False
-    again = audit.loops or audit.reads_again or spec.engine is Engine.CHUNKS
+    again = audit.loops or audit.reads_again or audit.calls_xla or spec.engine is Engine.CHUNKS
     far = any(map(is_remote, [*slots, *(capture.device for capture in traced.captures)]))
     return again or (spec.differentiable and len(slots) > 1) or far or traced.with_xla is not None
 

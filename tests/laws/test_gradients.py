@@ -99,12 +99,13 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "row, mapped": (lambda weights, row: tf.linalg.matvec(weights, tf.sin(row)), {"vectorize": False}),
     "embedding": (_embedded, {}),
     "lookup": (_looked_up, {}),
+    "lookup by gather_nd": (lambda weights, row: tf.gather_nd(weights, [[0], [2]]) * row, {}),
     "lookup by a batch, with effects": (_looked_up_as_it_is, {"batched": True}),
     "Python": (_python, {"batched": True}),
     "rows, mapped, that read a name": (_named, {"vectorize": False}),
 }
 SECOND_ORDER = "batch", "embedding"
-LIKE_OTHERS = "gather from a batch", "row", "lookup"
+LIKE_OTHERS = "gather from a batch", "row", "lookup", "lookup by gather_nd"
 MARKS = {
     **dict.fromkeys(LIKE_OTHERS, pytest.mark.nightly),
     "rows, mapped, that read a name": pytest.mark.private("gradients of loops that capture strings"),

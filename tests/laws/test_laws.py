@@ -69,7 +69,7 @@ def _counts(case: Case, rows: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_answer(case: Case, devices: list[str]) -> None:
-    if "jit_compile" in case.options and devices[0].startswith("GPU"):
+    if case.name.startswith("compiled") and devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched, **case.options)
     _functions.clear()
@@ -82,7 +82,7 @@ def test_same_answer(case: Case, devices: list[str]) -> None:
 @pytest.mark.parametrize("batch_size", [1, 5, 100, None])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_answer_in_chunks(case: Case, batch_size: int | None, devices: list[str]) -> None:
-    if "jit_compile" in case.options and devices[0].startswith("GPU"):
+    if case.name.startswith("compiled") and devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched, batch_size=batch_size, **case.options)
     for rows in _counts(case, (0, 1, ROWS)):
