@@ -72,7 +72,13 @@ class CallGraphBuilder:
         edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are). In an inlined graph,
         Grappler's constant folding makes gradients of vectorised loops fail
         (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
+
+        A graph with a loop returns the handles that the gradient of the loop takes. If it stays whole, the placer cannot have
+        some of them on GPUs and others on a CPU (test_gradients_are_those_of_the_serial_map on GPUs).
         """
+        captured = [capture.device for capture in self.traced.captures if capture.dtype == tf.resource]
+        if self.spec.differentiable and self.traced.audit.loops and len({*map(kind_of, [*captured, *self.slots])}) > 1:
+            return False
         folded = self.spec.static_rows and self.traced.vectorized and self.traced.audit.loops
         trains = self.traced.own_rows and not self.traced.audit.effects
         return folded or (self.traced.audit.acts and not trains) or (self.reads and not tells_callers())

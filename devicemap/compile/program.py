@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -203,7 +204,11 @@ def _has_lost_threads() -> bool:
 def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
     """Return a weak reference to `fn`. Calls keep `fn` alive."""
     try:
-        return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
+        if not inspect.ismethod(fn):
+            return weakref.ref(fn)
+        # Not a `WeakMethod`, whose callbacks fail in the garbage collector (test_a_class_that_is_gone).
+        function, owner = weakref.ref(fn.__func__), weakref.ref(fn.__self__)
+        return lambda: MethodType(function(), owner())  # type: ignore[arg-type]
     except TypeError:  # an object of a class with __slots__
         return lambda: fn
 

@@ -29,10 +29,13 @@ from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.lookups import lookups_in
 from devicemap.compile.trace import Traced
 from devicemap.compile.transfers import send_along_tree, sent_together
-from devicemap.devices import is_out_of_memory
+from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
 from devicemap.hosts import host_of, is_remote
+
+_IN_HOST_MEMORY = tf.int32, tf.string
+"""Dtypes of variables that TensorFlow keeps on a CPU, also if a program has GPUs."""
 
 
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
@@ -73,7 +76,7 @@ class Replicas:
                     self._tensors[capture.ref()] = capture
             elif treatment is Treatment.SEED:
                 self._seeds[capture.ref()] = variable
-            elif {capture.device} == {*slots}:
+            elif {capture.device} == {*slots} or _is_in_reach(variable, slots):
                 continue
             elif treatment is Treatment.READ and variable is not None:
                 read[capture.ref()] = variable
@@ -231,6 +234,13 @@ class Replicas:
         with tf.control_dependencies([] if advanced is None else [advanced]):
             folded = [tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), n) for n in tf.unstack(draws)]
             return _as_keras_seeds(tf.stack(folded), seed.dtype)
+
+
+def _is_in_reach(variable: Any, slots: Sequence[str]) -> bool:
+    """Return whether devices share a variable of their host, because accelerators have no kernels for its dtype."""
+    if variable is None or variable.dtype not in _IN_HOST_MEMORY or kind_of(variable.device) != "CPU":
+        return False
+    return {*map(host_of, slots)} == {host_of(variable.device)} and any(kind_of(slot) != "CPU" for slot in slots)
 
 
 @contextlib.contextmanager

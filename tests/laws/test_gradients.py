@@ -87,6 +87,20 @@ def _named(weights: Any, row: Any) -> Any:
     return tf.where(tf.strings.length(NAME) == 2, tf.linalg.matvec(weights, row), row) * TABLE.lookup(NAME)
 
 
+STEPS, COUNT = tf.Variable(3), tf.Variable(0)
+
+
+def _stepped(weights: Any, row: Any) -> Any:
+    for _ in tf.range(STEPS):
+        row = tf.tanh(tf.linalg.matvec(weights, row))
+    return row
+
+
+def _counted(weights: Any, row: Any) -> Any:
+    COUNT.assign_add(1)
+    return tf.linalg.matvec(weights, row)
+
+
 FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "batch": (lambda weights, b: tf.tanh(b @ weights) @ weights, {"batched": True}),
     "gather from a batch": (lambda weights, b: tf.gather(b @ weights, [2, 0, 0], axis=1), {"batched": True}),
@@ -100,6 +114,8 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "embedding": (_embedded, {}),
     "lookup": (_looked_up, {}),
     "lookup by gather_nd": (lambda weights, row: tf.gather_nd(weights, [[0], [2]]) * row, {}),
+    "steps of an integer variable, mapped": (_stepped, {"vectorize": False}),
+    "rows, mapped, that are counted": (_counted, {}),
     "lookup by a batch, with effects": (_looked_up_as_it_is, {"batched": True}),
     "Python": (_python, {"batched": True}),
     "rows, mapped, that read a name": (_named, {"vectorize": False}),

@@ -165,6 +165,21 @@ def test_methods_and_objects_are_traced_once(make: Callable[[], Any]) -> None:
         assert one.traces == 2
 
 
+def test_a_class_that_is_gone() -> None:
+    """The garbage collector reports exceptions in callbacks as warnings."""
+
+    def call() -> None:
+        class Features:
+            @classmethod
+            def of(cls, row: Any) -> Any:
+                return row + 2
+
+        devicemap.parallel_map(Features.of, X)
+
+    call()
+    gc.collect()
+
+
 def test_memory_is_bounded() -> None:
     """A cache for two functions drops the one that was used first."""
     functions: list[Callable[[Any], Any]] = [lambda row: row, lambda row: row + 1, lambda row: row + 2]
