@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, usable, with_fallback
+from devicemap._tensorflow.functions import functions_by_name
 
 _record = Private("tensorflow.python.eager.record", "record_operation", "stop_recording")
 _operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
@@ -68,88 +69,107 @@ def gradients_through(values: Sequence[Any], change: Callable[..., Sequence[Any]
     return list(copies)
 
 
-def _with_zeros(call: Callable[..., Sequence[Any]], rows: Sequence[Any], *_: Any) -> list[Any]:
-    return list(call(rows, {}))
+class GradientPaths:
+    """The inputs of a call that get gradients, by the results that have one.
 
-
-@with_fallback(_with_zeros, _record, _registry, _operations, _handle_data, _resources)
-def without_unused_gradients(
-    call: Callable[[list[Any], dict[Any, Any]], Sequence[Any]],
-    rows: Sequence[Any],
-    variables: Sequence[tf.Variable],
-    sources: Sequence[frozenset[Any]],
-) -> list[Any]:
-    """Return the results of a call. What only results without a gradient depend on gets no gradient.
-
-    TensorFlow's gradient of a function call has zeros there, with which optimizers with a momentum update variables
-    (`InTurn` in tests/steps.py). In the fallback, it has zeros.
-
-    Args:
-        call: a function of tensors and of handles of variables, by the `Tensor.ref()` of those that they replace.
-        rows: the tensors.
-        variables: the variables.
-        sources: for each of the first results, the indices of tensors and references of handles on which it depends. Further
-            results depend on all of them.
+    TensorFlow's gradient of a function call has zeros for inputs on which only other results depend. With zeros, optimizers
+    with a momentum update a variable; without a gradient, they do not (`InTurn` in tests/steps.py). In the fallback, all inputs
+    get gradients.
     """
-    used: set[int] = set()
-    finished = [False]
 
-    def at_result(i: int, upstream: Any) -> list[Any]:
-        if finished[0]:  # another gradient of the same call
-            used.clear()
-            finished[0] = False
-        used.add(i)
+    def __init__(self, sources: Sequence[frozenset[Any]]):
+        """`sources`: for each of the first results, the inputs on which it depends. Further results depend on all inputs."""
+        self.inputs = frozenset().union(*sources)
+        self.differ = len({*filter(None, sources)}) > 1 and usable(
+            _record, _registry, _operations, _handle_data, _resources
+        )
+        """Whether some results depend on other inputs than others."""
+        self._sources = sources
+        self._used: set[int] = set()
+        self._finished = False
+
+    def noting(self, results: Sequence[Any]) -> list[Any]:
+        """Return the results, whose gradients are noted."""
+        if not self.differ:
+            return list(results)
+        return [
+            gradients_through([result], partial(self._note, i))[0]
+            if result.dtype.is_floating or result.dtype.is_complex
+            else result
+            for i, result in enumerate(results)
+        ]
+
+    def _note(self, i: int, upstream: Any) -> list[Any]:
+        if self._finished:  # this is another gradient of the same call
+            self._used.clear()
+            self._finished = False
+        self._used.add(i)
         return [upstream]
 
-    def at_source(source: Any, upstream: Any) -> list[Any]:
-        finished[0] = True
-        return [upstream if any(i >= known or source in sources[i] for i in used) else None]
+    def reach(self, source: Any) -> bool:
+        """Return whether an input gets a gradient, after those of all results are noted."""
+        self._finished = True
+        known = len(self._sources)
+        return not self.differ or any(i >= known or source in self._sources[i] for i in self._used)
 
-    def followed(tensor: Any, source: Any) -> Any:
+    def followed(self, tensor: Any, source: Any) -> Any:
+        """Return a tensor or a handle, which gets a gradient if it reaches the input `source`."""
         with tf.device(tensor.device):
-            return gradients_through([tensor], partial(at_source, source))[0]
+            return gradients_through([tensor], lambda upstream: [upstream if self.reach(source) else None])[0]
 
-    needed = frozenset().union(*sources)
-    known = len(sources)
-    rows = [followed(tensor, i) if i in needed else tensor for i, tensor in enumerate(rows)]
-    handles = {}
-    for variable in variables:
-        if (key := variable.handle.ref()) in needed:
-            _resources.variable_accessed(variable)  # tapes start to watch it, as in the call
-            handles[key] = followed(variable.handle, key)
-    results = list(call(rows, handles))
-    for i, result in enumerate(results):
-        if result.dtype.is_floating or result.dtype.is_complex:
-            results[i] = gradients_through([result], partial(at_result, i))[0]
-    return results
+    def handles(self, variables: Sequence[tf.Variable]) -> dict[Any, Any]:
+        """Return `followed` handles of variables, by the `Tensor.ref()` of their own handles."""
+        found = {}
+        for variable in variables:
+            if (key := variable.handle.ref()) in self.inputs:
+                _resources.variable_accessed(variable)  # tapes start to watch it, as in the call
+                found[key] = self.followed(variable.handle, key)
+        return found
 
 
 def sources_of_gradients(concrete: Any) -> list[frozenset[Any]]:
     """Return the inputs to which the gradient of each result of a `ConcreteFunction` goes.
 
-    Inputs are given by their index, captures by the `Tensor.ref()` of the captured tensor. Calls, loops and branches are not
-    looked into: gradients of their results go to all of their inputs.
+    Inputs are given by their index, captures by the `Tensor.ref()` of the captured tensor. Gradients of the results of loops
+    and branches go to all of their inputs.
     """
     captures = concrete.captured_inputs
     count = len(concrete.inputs) - len(captures)
-    known = {tensor.ref(): i for i, tensor in enumerate(concrete.inputs[:count])}
-    known |= {inner.ref(): tensor.ref() for inner, tensor in zip(concrete.inputs[count:], captures)}
+    names = [*range(count), *(tensor.ref() for tensor in captures)]
+    return [frozenset(map(names.__getitem__, found)) for found in _sources(concrete.graph, {})]
 
-    def sources(tensor: Any) -> frozenset[Any]:
-        found, seen, left = set(), set(), [tensor]
+
+def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
+    """Return the indices of the inputs to which the gradient of each result of a function's graph goes.
+
+    `known`: the same of the functions that it calls, by name.
+    """
+    functions = functions_by_name(graph)
+    inputs = {tensor.ref(): i for i, tensor in enumerate(graph.inputs)}
+
+    def inputs_of(op: Any, index: int) -> list[Any]:
+        name = op.get_attr("f").name if op.type in ("PartitionedCall", "StatefulPartitionedCall") else None
+        if name not in functions:
+            return list(op.inputs) if _has_gradient(op) else []
+        if name not in known:
+            known[name] = _sources(functions[name], known)
+        return [op.inputs[i] for i in known[name][index]]
+
+    def sources(tensor: Any) -> set[int]:
+        found, seen, left = set[int](), set(), [tensor]
         while left:
             each = left.pop()
             dtype = each.dtype
             if not (dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)) or each.ref() in seen:
                 continue
             seen.add(each.ref())
-            if each.ref() in known:
-                found.add(known[each.ref()])
-            elif _has_gradient(each.op):
-                left += each.op.inputs
-        return frozenset(found)
+            if each.ref() in inputs:
+                found.add(inputs[each.ref()])
+            else:
+                left += inputs_of(each.op, each.value_index)
+        return found
 
-    return [sources(tensor) for tensor in concrete.outputs]
+    return [sources(tensor) for tensor in graph.outputs]
 
 
 @with_fallback(lambda op: True, _registry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, wait_for, with_captures
-from devicemap._tensorflow.gradient_links import Lookups, added
+from devicemap._tensorflow.gradient_links import GradientPaths, Lookups, added, sources_of_gradients
 from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced
@@ -47,7 +47,8 @@ class Calls:
         """The ops of the rows of a microbatch that are copied to a stage."""
         self._gradients: defaultdict[Any, dict[int, list[Any]]] = defaultdict(dict)
         self._functions: dict[Any, Any] = {}
-        """What microbatches call, by trace, which no two devices share. So each has one backward pass."""
+        """What microbatches call, by trace, and the sources of its gradients. No two devices share a trace, so each has one
+        backward pass."""
 
     def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
         """Return the results of a stage for a microbatch.
@@ -74,15 +75,17 @@ class Calls:
             self._arrivals.setdefault(m, ops_of(leaves)[0])
             if traced.concrete not in self._functions:
                 call = with_captures(traced.concrete, slot.captures) if slot.captures else traced.concrete
-                self._functions[traced.concrete] = call if some is True else _on_some(traced, call)
-            function = self._functions[traced.concrete]
+                call = call if some is True else _on_some(traced, call)
+                self._functions[traced.concrete] = call, sources_of_gradients(traced.concrete)
+            function, sources = self._functions[traced.concrete]
             call, arguments = unchained(function, leaves if some is True else [some, *leaves])
             begin_backward_on(slot.device, call)
             results = list(call(*arguments))
             op = ops_of(results)[0]
-            lookups = partial(_lookups_in_inputs, op, traced, slot, function)
-            op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op, some, lookups)
-            return self._end(step, slot, results)
+            inputs, paths = _inputs_of(op, traced, slot, function), GradientPaths(sources)
+            back = step._replace(backward=True)
+            op.on_gradient = partial(self._differentiated, back, slot, traced, inputs, paths, some)
+            return self._end(step, slot, paths.noting(results))
 
     def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs of a call on the current device, after the call before it."""
@@ -110,28 +113,31 @@ class Calls:
         self,
         step: Step,
         slot: Slot,
-        op: Any,
+        traced: Traced,
+        inputs: Sequence[Any],
+        paths: GradientPaths,
         some: Any,
-        lookups: Callable[[], Mapping[int, Lookups]],
         differentiate: Callable[..., Any],
         upstream: Sequence[Any],
     ) -> list[Any]:
-        """Return the gradients of the inputs of a call, given those of its results, on the current device.
+        """Return the gradients of the `inputs` of a call, given those of its results, on the current device.
 
         Gradients of variables are summed over the microbatches, and returned with those of the last microbatch.
         """
         if step in self._gates:  # in second gradients, whose calls may depend on later calls of this schedule
             return list(differentiate(*upstream))
-        gradients = list(differentiate(*self._begin(step, slot, upstream)))
+        found = differentiate(*self._begin(step, slot, upstream))
+        gradients = [gradient if paths.reach(taken) else None for taken, gradient in zip(inputs, found)]
         self._end(step, slot, gradients)
-        handles = [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
+        resources = {tensor.ref() for tensor in traced.captures if tensor.dtype == tf.resource}
+        handles = [i for i, taken in enumerate(inputs) if taken in resources]
         known = self._gradients[step.stage, slot.device]
         known[step.microbatch] = [_slices_if(some, gradients[i]) for i in handles]
         last = len(known) == len(slot.share)
-        kinds = lookups() if last else {}
+        kinds = lookups_in(traced.concrete, traced.seeds) if last else {}
         for number, i in enumerate(handles):
             terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share if last]
-            gradients[i] = self._sum(terms, kinds.get(i, Lookups.NONE)) if last else None
+            gradients[i] = self._sum(terms, kinds.get(inputs[i], Lookups.NONE)) if last else None
         if last:
             known.clear()
         return gradients
@@ -152,12 +158,15 @@ class Calls:
         return total
 
 
-def _lookups_in_inputs(op: Any, traced: Traced, slot: Slot, function: Any) -> dict[int, Lookups]:
-    """Return the lookups in the inputs of an op that calls a function, which calls a trace with the captures of a slot."""
-    known = lookups_in(traced.concrete, traced.seeds)
-    known |= {tensor.ref(): known[key] for key, tensor in slot.captures.items() if key in known}
-    first = len(op.inputs) - len(function.captured_inputs)
-    return {i: known[each.ref()] for i, each in enumerate(function.captured_inputs, first) if each.ref() in known}
+def _inputs_of(op: Any, traced: Traced, slot: Slot, function: Any) -> list[Any]:
+    """Return the input of a trace that each input of an op is, as in `sources_of_gradients`.
+
+    The op calls a function, which calls the trace with the captures of a slot.
+    """
+    replaced = {tensor.ref(): key for key, tensor in slot.captures.items()}
+    captures = [replaced.get(tensor.ref(), tensor.ref()) for tensor in function.captured_inputs]
+    leaves = len(traced.concrete.inputs) - len(traced.concrete.captured_inputs)
+    return [*range(leaves + len(captures) - len(op.inputs), leaves), *captures]
 
 
 def _slices_if(some: Any, gradient: Any) -> Any:

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, with_captures
-from devicemap._tensorflow.gradient_links import Lookups, without_unused_gradients
+from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, stored_in
 from devicemap.compile.graph_builder import copied, sizes_in_graph
@@ -99,10 +99,11 @@ class MappedCall:
             sources = (
                 [] if self._row_losses.complete else [*sources, *(sources[key[2]] for key in self._row_losses.keys)]
             )
-        if len({*filter(None, sources)}) < 2:
+        paths = GradientPaths(sources)
+        if not paths.differ:
             return on_devices(rows)
-        variables = [stored_in(variable) for variable in self._layer.trainable_variables]
-        return without_unused_gradients(on_devices, rows, variables, sources)
+        rows = [paths.followed(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
+        return paths.noting(on_devices(rows, paths.handles(list(map(stored_in, self._layer.trainable_variables)))))
 
     def _apart(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
         """Run the call in independent shards."""
