@@ -103,7 +103,7 @@ class MappedCall:
         if not paths.differ:
             return on_devices(rows)
         rows = [paths.followed(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
-        return paths.noting(on_devices(rows, paths.handles(list(map(stored_in, self._layer.trainable_variables)))))
+        return paths.noting(on_devices(rows, paths.handles(self._survey.trained)))
 
     def _apart(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
         """Run the call in independent shards."""

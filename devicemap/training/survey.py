@@ -124,6 +124,8 @@ class Survey:
             self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
         self.sources = sources_of_gradients(concrete) if dense and _are_dense(concrete) else []
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
+        self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
+        """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
