@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -74,37 +74,22 @@ class Survey:
         self._layer, self._rows = layer, _MORE_ROWS + (given.count or 0)
         self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
-        norms, scope = batch_norms_of(forward.model), CallScope()
+        norms, scope, normalizing = batch_norms_of(forward.model), CallScope(), list[Any]()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
-        normalizing: list[Any] = []
 
         def moments(norm: Any, mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
             normalizing.append(norm)
             return mean, variance
 
-        @tf.function(autograph=False)
-        def outputs(*leaves: Any) -> list[Any]:
+        def call(*leaves: Any) -> Any:
             args, kwargs = given.with_rows(leaves)
             with scope, moments_by(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._rows)
-            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)]
+            return results
 
-        specs = [
-            tf.TensorSpec([self._rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-            for leaf in tensors
-        ]
-        try:
-            concrete = outputs.get_concrete_function(*specs)
-        except Exception as error:
-            # If this raises the same error, the error shows the shapes of the batch.
-            outputs.get_concrete_function(*tensors)
-            raise failure(
-                f"{layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees some of "
-                "the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
-                f"output, or compute values of several rows in compute_loss, or in a train_step of the model{self._advice}"
-            ) from error
+        concrete = self._trace(call, tensors, dense)
         self.meets = bool(normalizing)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
@@ -129,6 +114,28 @@ class Survey:
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
+
+    def _trace(self, call: Callable[..., Any], tensors: Sequence[Any], dense: bool) -> Any:
+        """Return a `ConcreteFunction` of the call for more rows than the tensors have, if these are dense."""
+
+        @tf.function(autograph=False)
+        def outputs(*leaves: Any) -> list[Any]:
+            return [leaf for leaf in tf.nest.flatten(call(*leaves)) if tf.is_tensor(leaf)]
+
+        specs = [
+            tf.TensorSpec([self._rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
+            for leaf in tensors
+        ]
+        try:
+            return outputs.get_concrete_function(*specs)
+        except Exception as error:
+            # If this raises the same error, the error shows the shapes of the batch.
+            outputs.get_concrete_function(*tensors)
+            raise failure(
+                f"{self._layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees some "
+                "of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
+                f"output, or compute values of several rows in compute_loss, or in a train_step of the model{self._advice}"
+            ) from error
 
     def warn(self, jit_compile: bool) -> None:
         """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
