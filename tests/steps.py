@@ -316,20 +316,45 @@ class InTurn(keras.Model):
 
     def call(self, x: Any, training: bool = False) -> Any:
         hidden = self.norm(self.hidden(x), training=training)
-        return [head(hidden) for head in self.heads]
+        outputs = [head(hidden) for head in self.heads]
+        self.add_loss(0.1 * tf.reduce_mean(outputs[0] ** 2))
+        return [*outputs, tf.round(outputs[1])]
 
     def train_step(self, data: Any) -> Any:
         x, y = data
         missing = []
         with tf.GradientTape(persistent=True) as tape:
             losses = [tf.reduce_mean((output - y) ** 2) for output in self(x, training=True)]
-        for loss in (losses[0], losses[1], losses[0] - losses[1]):
+            losses[0] += self.losses[0]
+        for loss in (losses[0], losses[1], losses[2], losses[0] - losses[1]):
             gradients = tape.gradient(loss, self.trainable_variables)
             missing.append(sum(gradient is None for gradient in gradients))
             for variable, gradient in zip(self.trainable_variables, gradients):
                 if gradient is not None:
                     variable.assign_sub(0.1 * gradient)
-        return {"cost": losses[1], "missing": 100.0 * missing[0] + 10.0 * missing[1] + missing[2]}
+        return {"cost": losses[1], "missing": sum(float(20**i * count) for i, count in enumerate(missing))}
+
+
+class Sloping(keras.Model):
+    """Trains one output by its slopes, and another by its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [layers.Dense(2, "tanh"), layers.Dense(2)]
+
+    def call(self, x: Any) -> Any:
+        return [head(x) for head in self.heads]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                sloping, values = self(x)
+            slopes = inner.gradient(sloping, x)
+            loss = tf.reduce_mean((values - y) ** 2) + tf.reduce_mean(slopes**2)
+        descend(self, tape, loss)
+        return {"cost": loss}
 
 
 NOISE = np.cos(13 * Y)
@@ -344,5 +369,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "masks": (Words, {"x": WORDS, "y": Y}),
     "inconstant": (Inconstant, {"x": X, "y": Y}),
     "in turn": (InTurn, {"x": X, "y": Y}),
+    "sloping": (Sloping, {"x": X, "y": Y}),
 }
 """By name: the class of a model, and what it is fitted to."""

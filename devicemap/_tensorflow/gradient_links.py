@@ -13,7 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, usable, with_fallback
 from devicemap._tensorflow.functions import functions_by_name
 
-_record = Private("tensorflow.python.eager.record", "record_operation", "stop_recording")
+_record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
 _operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
@@ -77,21 +77,23 @@ class GradientPaths:
     get gradients.
     """
 
-    def __init__(self, sources: Sequence[frozenset[Any]]):
-        """`sources`: for each of the first results, the inputs on which it depends. Further results depend on all inputs."""
-        self.inputs = frozenset().union(*sources)
-        self.differ = len({*filter(None, sources)}) > 1 and usable(
-            _record, _registry, _operations, _handle_data, _resources
-        )
+    def __init__(self, sources: Sequence[frozenset[Any] | None]):
+        """`sources`: for each result, the inputs on which it depends; `None` if it never has a gradient."""
+        known = [each for each in sources if each is not None]
+        self.inputs = frozenset().union(*known)
+        self.differ = len({*known}) > 1 and usable(_record, _registry, _operations, _handle_data, _resources)
         """Whether some results depend on other inputs than others."""
-        self._sources = sources
+        self._sources: list[frozenset[Any]] = []
         self._used: set[int] = set()
-        self._finished = False
+        self._finished = self._all = self._recorded = False
+        self._graph: Any = None
 
-    def noting(self, results: Sequence[Any]) -> list[Any]:
-        """Return the results, whose gradients are noted."""
+    def noting(self, results: Sequence[Any], sources: Sequence[frozenset[Any] | None]) -> list[Any]:
+        """Return the results, whose gradients are noted. Results after those with `sources` depend on all inputs."""
         if not self.differ:
             return list(results)
+        more = len(results) - len(sources)
+        self._sources = [frozenset() if each is None else each for each in sources] + [self.inputs] * more
         return [
             gradients_through([result], partial(self._note, i))[0]
             if result.dtype.is_floating or result.dtype.is_complex
@@ -100,17 +102,21 @@ class GradientPaths:
         ]
 
     def _note(self, i: int, upstream: Any) -> list[Any]:
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if self._finished:  # this is another gradient of the same call
+            # A gradient of the earlier gradient reaches inputs through the backward pass, and not only through results.
+            self._all |= self._recorded or graph is not self._graph
             self._used.clear()
             self._finished = False
+        self._graph = graph
+        self._recorded |= bool(_record.could_possibly_record())
         self._used.add(i)
         return [upstream]
 
     def reach(self, source: Any) -> bool:
         """Return whether an input gets a gradient, after those of all results are noted."""
         self._finished = True
-        known = len(self._sources)
-        return not self.differ or any(i >= known or source in self._sources[i] for i in self._used)
+        return not self.differ or self._all or any(source in self._sources[i] for i in self._used)
 
     def followed(self, tensor: Any, source: Any) -> Any:
         """Return a tensor or a handle, which gets a gradient if it reaches the input `source`."""
@@ -127,8 +133,8 @@ class GradientPaths:
         return found
 
 
-def sources_of_gradients(concrete: Any) -> list[frozenset[Any]]:
-    """Return the inputs to which the gradient of each result of a `ConcreteFunction` goes.
+def sources_of_gradients(concrete: Any) -> list[frozenset[Any] | None]:
+    """Return the inputs to which the gradient of each result of a `ConcreteFunction` goes; `None` for integers and the like.
 
     Inputs are given by their index, captures by the `Tensor.ref()` of the captured tensor. Gradients of the results of loops
     and branches go to all of their inputs.
@@ -136,7 +142,16 @@ def sources_of_gradients(concrete: Any) -> list[frozenset[Any]]:
     captures = concrete.captured_inputs
     count = len(concrete.inputs) - len(captures)
     names = [*range(count), *(tensor.ref() for tensor in captures)]
-    return [frozenset(map(names.__getitem__, found)) for found in _sources(concrete.graph, {})]
+    found = _sources(concrete.graph, {})
+    return [
+        frozenset(map(names.__getitem__, inputs)) if _may_flow(result.dtype) else None
+        for result, inputs in zip(concrete.outputs, found)
+    ]
+
+
+def _may_flow(dtype: Any) -> bool:
+    """Whether gradients may go through a tensor of a dtype, for instance through the handle of a variable."""
+    return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
 
 
 def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
@@ -159,8 +174,7 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
         found, seen, left = set[int](), set(), [tensor]
         while left:
             each = left.pop()
-            dtype = each.dtype
-            if not (dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)) or each.ref() in seen:
+            if not _may_flow(each.dtype) or each.ref() in seen:
                 continue
             seen.add(each.ref())
             if each.ref() in inputs:

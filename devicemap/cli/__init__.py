@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: arguments without the name of the program; `None` for those of this process.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     options = _parser().parse_args(arguments)
     logged = "3" if options.command == "check" else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", logged)  # before importing TensorFlow

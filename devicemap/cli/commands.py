@@ -24,6 +24,7 @@ from devicemap.devices import simulate_devices
 from devicemap.errors import DataError, DeviceMapError, FunctionError, JournalError, OptionError, brief
 from devicemap.events import short_name
 from devicemap.inspect.render import Result, check_drawable
+from devicemap.store.database import DATABASE
 from devicemap.store.export import check_format, export
 from devicemap.store.results import Results
 
@@ -101,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
     loading, save = _FILES.get(suffix, "devicemap.open_results({!r}).load()"), suffix in _FILES
     directory = Path(f"{out}.partial") if save else out
     if save:
-        if out.exists() and not directory.exists():
+        if out.exists() and not (directory / DATABASE).exists():
             raise FileExistsError(f"{out} already exists; remove it to compute it again")
         check_format(suffix, mapper.as_dataset(source.data).element_spec)
     try:
@@ -112,16 +113,15 @@ def _run(options: argparse.Namespace) -> int:
         raise DeviceMapError(f"{_failing_rows(options, source, error)}: {error}") from error
     except tf.errors.OpError as error:
         raise _reading_error(source, error) from error
-    report = mapper.report
-    print(report.summary if report and (report.rows or report.failed_rows) else "no row was missing")
-    failed = results.failed_rows
-    for row in failed:
-        print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")
-    if save:
+    report, failed, count = mapper.report, results.failed_rows, len(results)
+    if save:  # before anything is printed, because that fails if the reader of the output has ended
         _export(results, out, suffix)
         shutil.rmtree(directory)
+    print(report.summary if report and (report.rows or report.failed_rows) else "no row was missing")
+    for row in failed:
+        print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")
     left_out = f", without {len(failed)} that failed" if failed else ""
-    print(f"{len(results)} rows in {out}{left_out}; load them by {loading.format(str(out))}")
+    print(f"{count} rows in {out}{left_out}; load them by {loading.format(str(out))}")
     return len(failed)
 
 

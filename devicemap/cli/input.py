@@ -158,12 +158,12 @@ def _load(name: str) -> Any:
 
 def _read_npy(arrays: dict[str, Any], batched: bool, batch_size: int | None) -> Input:
     name_of_first, first = next(iter(arrays.items()))
-    shape, dtype = first.shape[1:], first.dtype
+    shape, dtype = first.shape[1:], tf.as_dtype(first.dtype)
     for name, array in arrays.items():
-        if not array.ndim or 0 in array.shape[1:] or (array.shape[1:], array.dtype) != (shape, dtype):
+        if not array.ndim or 0 in array.shape[1:] or (array.shape[1:], tf.as_dtype(array.dtype)) != (shape, dtype):
             raise DataError(
                 f"{name} has an array of {array.dtype} {list(array.shape)}; expected rows along the first axis, which are "
-                f"not empty, and as in {name_of_first} of {dtype} {list(shape)}"
+                f"not empty, and as in {name_of_first} of {first.dtype} {list(shape)}"
             )
     step = batch_size if batched and batch_size else max(1, _SLICE_BYTES // max(1, first[:1].nbytes))
 
@@ -172,6 +172,6 @@ def _read_npy(arrays: dict[str, Any], batched: bool, batch_size: int | None) -> 
             yield from (np.array(array[start : start + step]) for start in range(0, len(array), step))
 
     counts = {name: len(array) for name, array in arrays.items()}
-    data = tf.data.Dataset.from_generator(slices, output_signature=tf.TensorSpec([None, *shape], tf.as_dtype(dtype)))
+    data = tf.data.Dataset.from_generator(slices, output_signature=tf.TensorSpec([None, *shape], dtype))
     rows = data.unbatch().apply(tf.data.experimental.assert_cardinality(sum(counts.values())))
     return Input(data if batched else rows, rows, counts)

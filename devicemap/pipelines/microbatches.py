@@ -85,7 +85,7 @@ class Calls:
             inputs, paths = _inputs_of(op, traced, slot, function), GradientPaths(sources)
             back = step._replace(backward=True)
             op.on_gradient = partial(self._differentiated, back, slot, traced, inputs, paths, some)
-            return self._end(step, slot, paths.noting(results))
+            return self._end(step, slot, paths.noting(results, sources))
 
     def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs of a call on the current device, after the call before it."""

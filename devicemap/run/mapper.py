@@ -118,6 +118,7 @@ class Mapper:
         parts = [part for result in self.chunks(source, compiled) for part in result.parts]
         return self._join(compiled, parts) if parts else compiled.pack_no_rows()
 
+    @tf.autograph.experimental.do_not_convert
     def stream(self, data: Any) -> Iterator[Any]:
         """Yield the results of chunks, with bounded memory."""
         source = self.source(data, "streamed")
@@ -148,13 +149,13 @@ class Mapper:
     def source(self, data: Any, use: Literal["mapped", "streamed", "written"]) -> Source:
         """Return rows or a dataset as a source of chunks. Only a stream may be endless."""
         if not tf.executing_eagerly():
-            raise DataError(
-                f"data cannot be {use} chunk by chunk inside a tf.function; do it outside, or pass tensors and no batch_size"
-            )
+            instead = ", or pass tensors and no batch_size" if use == "mapped" else ""
+            raise DataError(f"data cannot be {use} chunk by chunk inside a tf.function; do it outside{instead}")
         if tape_is_recording():
+            instead = "pass in-memory data without batch_size and on_error, or " if use == "mapped" else ""
             raise OptionError(
-                "a GradientTape is recording, and gradients do not go through chunks: pass in-memory data without "
-                "batch_size and on_error, or put the call into `with tape.stop_recording():` if you need no gradients"
+                f"a GradientTape is recording, and gradients do not go through chunks: {instead}put the call into `with "
+                "tape.stop_recording():` if you need no gradients"
             )
         if not isinstance(data, tf.data.Dataset):
             size = self._options.batch_size

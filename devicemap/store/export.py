@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import tensorflow as tf
@@ -78,9 +79,11 @@ def export(results: Any, path: Path, suffix: str) -> None:
         MissingRowsError: rows are missing or damaged.
     """
     check_format(suffix, results.structure)
-    temporary = path.with_name(f"{path.name}.tmp")
+    if not path.name or path.is_dir():
+        raise OptionError(f"{str(path)!r} is a directory; expected the name of a file")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             _WRITERS[suffix](file, results, results if len(results) else [results.load()])
             file.flush()
             os.fsync(file.fileno())

@@ -25,6 +25,7 @@ from devicemap.store.encoding import START_AGAIN, describe_nest, digest, encode_
 from devicemap.store.fingerprint import fingerprint
 
 
+@tf.autograph.experimental.do_not_convert
 def write(
     mapper: Mapper,
     data: Any,
@@ -44,8 +45,9 @@ def write(
     with open_for_writing(directory) as writer:
         total = 0
         if writer.header is not None and writer.stored:
-            _check_same_call(directory, writer.header.call, call, trust_function)
-            call, total = writer.header.call, writer.header.rows or writer.stored[-1].stop
+            known = _with_longer_batches(writer.header, call)
+            _check_same_call(directory, known, call, trust_function)
+            call, total = known, writer.header.rows or writer.stored[-1].stop
             if uncovered:
                 warn_user(
                     f"{mapper.program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are "
@@ -85,6 +87,7 @@ def write(
     return compiled, [chunk for chunk in stored if chunk.error is not None]
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
     """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
     compiled, left_out = write(mapper, data, directory)
@@ -116,6 +119,14 @@ def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tup
         "name": mapper.program.name,
     }
     return json.loads(json.dumps(call)), uncovered
+
+
+def _with_longer_batches(there: Header, here: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a stored call. If its only batch was smaller than the first one now, it gets that size."""
+    before, now = there.call.get("chunk_rows"), here["chunk_rows"]
+    if before and now and before < now and there.rows == before:
+        return there.call | {"chunk_rows": now}
+    return there.call
 
 
 def _begins_again(compiled: CompiledMap, directory: Path) -> list[str]:

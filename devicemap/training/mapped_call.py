@@ -94,7 +94,7 @@ class MappedCall:
     def _on_devices(self, rows: Sequence[Any]) -> list[Any]:
         """Run the call. Rows of unknown number are those of `filled`."""
         on_devices = self._in_lockstep if self._survey.meets else self._apart
-        sources = self._survey.sources
+        sources = list(self._survey.sources)
         if self._row_losses is not None:
             sources = (
                 [] if self._row_losses.complete else [*sources, *(sources[key[2]] for key in self._row_losses.keys)]
@@ -103,7 +103,11 @@ class MappedCall:
         if not paths.differ:
             return on_devices(rows)
         rows = [paths.followed(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
-        return paths.noting(on_devices(rows, paths.handles(self._survey.trained)))
+        results = on_devices(rows, paths.handles(self._survey.trained))
+        notes = [sources[i] for i, names in enumerate(self._passed.notes) for _ in names]
+        losses = self._survey.sources_of_losses
+        more = losses if len(losses) == len(self._passed.losses) else []
+        return paths.noting(results, [*sources, *notes, *more])
 
     def _apart(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
         """Run the call in independent shards."""

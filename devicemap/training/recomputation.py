@@ -146,7 +146,13 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
     scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]
     scope.draws += own.draws
+    own_states = {id(variable) for variable in layer.variables}
     for i, value in zip(what.updated, updates):
+        if id(states[i]) not in own_states:
+            raise failure(
+                f"{layer.name} changes {states[i].path}, a variable of another layer, and would change it again when it runs "
+                "for its gradients; leave this layer out of recompute"
+            )
         scope.add_update((states[i], value))
     return outputs
 

@@ -174,8 +174,10 @@ class CallScope(keras.StatelessScope):
         super().__init__(held, collect_losses=losses)
         self._outer = outer
         self.borrowed = list[Any]()
-        """Variables whose values the scope took from `outer`."""
-        self.held = {id(variable) for variable, _ in held}
+        """Variables of `outer` that are used in the scope."""
+        self._own = {id(variable) for variable, _ in held}
+        self.held: set[int] = self._own | (outer.held if outer is not None else set())
+        """The variables that have a value in the scope or in `outer`, by identity."""
         self.changed = list[Any]()
         self.draws = Counter[int]()
         """The number of draws from each seed, by identity."""
@@ -211,6 +213,8 @@ class CallScope(keras.StatelessScope):
             _check_no_loop(variable, self._graph)
             self.draws[id(variable)] += 1
             return
+        if id(variable) in self.held - self._own:
+            self.borrowed.append(variable)
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise failure(
                 f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "

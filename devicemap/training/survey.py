@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +15,7 @@ from devicemap._tensorflow.keras import (
     batch_norms_of,
     in_inference,
     is_seed,
+    layers_of,
     may_train,
     moments_by,
     moving_averages_of,
@@ -24,6 +24,7 @@ from devicemap._tensorflow.keras import (
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
+from devicemap.data.rows import any_rows
 from devicemap.errors import failure, warn_user
 from devicemap.inspect.independence import dependence_on_rows
 from devicemap.training.forward import ForwardPass
@@ -87,9 +88,13 @@ class Survey:
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._rows)
-            return results
+            losses = [loss for _, loss, _ in scope.added]
+            graph = tf.compat.v1.get_default_graph()
+            if any(getattr(loss, "graph", None) is not graph for loss in losses):  # a number, or of an inner graph
+                losses = []
+            return results, losses
 
-        concrete = self._trace(call, tensors, dense)
+        concrete, outputs = self._trace(call, tensors, dense)
         self.meets = bool(normalizing)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
@@ -103,39 +108,50 @@ class Survey:
         self._mixes_rows: str | None = None
         if len(forward.devices) > 1 and dense and layer not in _compared:
             _compared.add(layer)
-            self._mixes_rows = _dependence_on_rows(concrete, layer, given, forward.home)
+            self._mixes_rows = _dependence_on_rows(layer, given, forward.home)
         self._lookups: dict[int, Lookups] = {}
         if len(forward.devices) > 1 or runs_again:
             self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
-        self.sources = sources_of_gradients(concrete) if dense and _are_dense(concrete) else []
+        dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
+        found = sources_of_gradients(concrete) if dense else []
+        self.sources, self.sources_of_losses = found[: len(outputs)], found[len(outputs) :]
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
+        self._shapes = [spec.shape for spec in outputs] if dense else []
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
 
-    def _trace(self, call: Callable[..., Any], tensors: Sequence[Any], dense: bool) -> Any:
-        """Return a `ConcreteFunction` of the call for more rows than the tensors have, if these are dense."""
+    def _trace(
+        self, call: Callable[..., tuple[Any, list[Any]]], tensors: Sequence[Any], dense: bool
+    ) -> tuple[Any, list[Any]]:
+        """Trace the call for more rows than the tensors have, if these are dense.
+
+        Returns:
+            A `ConcreteFunction` of its outputs and losses, and the specs of the outputs.
+        """
 
         @tf.function(autograph=False)
-        def outputs(*leaves: Any) -> list[Any]:
-            return [leaf for leaf in tf.nest.flatten(call(*leaves)) if tf.is_tensor(leaf)]
+        def function(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            results, losses = call(*leaves)
+            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)], losses
 
         specs = [
             tf.TensorSpec([self._rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
             for leaf in tensors
         ]
         try:
-            return outputs.get_concrete_function(*specs)
+            concrete = function.get_concrete_function(*specs)
         except Exception as error:
             # If this raises the same error, the error shows the shapes of the batch.
-            outputs.get_concrete_function(*tensors)
+            function.get_concrete_function(*tensors)
             raise failure(
-                f"{self._layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees some "
-                "of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
-                f"output, or compute values of several rows in compute_loss, or in a train_step of the model{self._advice}"
+                f"{self._layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees "
+                "some of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input "
+                "and an output, or compute values of several rows in compute_loss, or in a train_step of the "
+                f"model{self._advice}"
             ) from error
+        return concrete, concrete.structured_outputs[0]
 
     def warn(self, jit_compile: bool) -> None:
         """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
@@ -203,32 +219,32 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
         )
 
 
-def _dependence_on_rows(concrete: Any, layer: Any, given: Given, device: str) -> str | None:
-    """Describe how outputs for a row in inference mode depend on other rows, unless the layer has side effects."""
-    found = audit(concrete)
-    if found.acts or found.random_ops or found.python_ops:
+def _dependence_on_rows(layer: Any, given: Given, device: str) -> str | None:
+    """Describe how outputs for a row in inference mode depend on other rows, unless the layer has side effects or loops."""
+    if not all(each.built for each in layers_of(layer)):
         return None
-    with tf.init_scope():
+    scope = CallScope(losses=False)
+
+    @tf.function(autograph=False)
+    def infer(rows: list[Any]) -> list[Any]:
+        args, kwargs = given.with_rows(rows)
+        kwargs |= {"training": False} if "training" in kwargs else {}
+        with in_inference(), scope:
+            outputs = layer.call(*args, **kwargs)
+        return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
+
+    with tf.init_scope(), tf.device(device):
         if not tf.executing_eagerly():
             return None
-        with tf.device(device):
-            return dependence_on_rows(partial(_infer, layer, given), given.rows, _COMPARED_ROWS)
-
-
-def _infer(layer: Any, given: Given, rows: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a layer in inference mode.
-
-    Raises:
-        ValueError: the call changes a variable, such as a seed. Then calls differ.
-    """
-    args, kwargs = given.with_rows(rows)
-    kwargs |= {"training": False} if "training" in kwargs else {}
-    scope = CallScope(losses=False)
-    with in_inference(), scope:
-        outputs = layer.call(*args, **kwargs)
-    if scope.changed:
-        raise ValueError(f"variables change: {len(scope.changed)}")
-    return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
+        try:
+            concrete = infer.get_concrete_function([any_rows(leaf) for leaf in given.rows])
+        except Exception:  # for instance, it needs a static number of rows
+            return None
+        found = audit(concrete)
+        # Loops may not end for random numbers.
+        if scope.changed or found.acts or found.random_ops or found.python_ops or found.loops:
+            return None
+        return dependence_on_rows(concrete, given.rows, _COMPARED_ROWS)
 
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
@@ -247,10 +263,6 @@ def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict
     return found
 
 
-def _are_dense(concrete: Any) -> bool:
-    return all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs)
-
-
 def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: bool) -> str | None:
     if meets:
         return "synchronized batch normalization exchanges values between devices"
@@ -258,6 +270,6 @@ def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: 
         return "accumulate and recompute call layers again for their gradients"
     if may_train() and audit(concrete).gradient_needs_variants:
         return "XLA does not compile a loop or branch apart from its gradient"
-    if not dense or not _are_dense(concrete):
+    if not dense:
         return "XLA has no ragged or sparse tensors"
     return "it runs eagerly" if tf.executing_eagerly() else None

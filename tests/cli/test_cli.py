@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -93,6 +94,9 @@ def _make_inputs() -> None:
     pathlib.Path("parts").mkdir()
     for i, part in enumerate(np.split(X, 4)):
         np.save(f"parts/{i}.npy", np.asfortranarray(part.astype(">f4")))
+    pathlib.Path("texts").mkdir()
+    for i, words in enumerate((["a", "bc"], ["defg"])):  # NumPy's dtypes differ
+        np.save(f"texts/{i}.npy", np.array(words))
     for suffix in ("", ".gz"):
         for i in range(2):
             _records(f"x.tfrecord-0000{i}-of-00002{suffix}", *(b"x" * (5 * i + n) for n in range(5)))
@@ -112,6 +116,7 @@ INPUTS: list[tuple[str, str, list[str], Any]] = [
     ("double", "parts", [], X * 2),
     ("double", "parts/*.npy", [], X * 2),
     ("length", "text.npy", [], [3, 0, 4]),
+    ("length", "texts", [], [1, 2, 4]),
     ("length", "x.tfrecord*2", [], range(10)),
     ("length", "x.tfrecord*2", ["--batched"], range(10)),
     ("length", "x.tfrecord*.gz", [], range(10)),
@@ -219,6 +224,31 @@ def test_npy_and_npz_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert not {*pathlib.Path().glob("*.partial"), *pathlib.Path().glob("*.tmp")}
     assert write("double", "x.npy", out="y.npy") == 1  # which would compute all rows again
     assert "y.npy already exists; remove it" in capsys.readouterr().err
+
+
+def test_the_file_is_written_if_the_output_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+        def flush(self) -> None: ...
+
+    for name, stream in {"broken": Broken(), "closed": None}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            with contextlib.suppress(BrokenPipeError, AttributeError):  # `Broken` has no file descriptor
+                assert write("double", "x.npy", "--quiet", out=f"{name}.npy") == 0
+        np.testing.assert_array_equal(np.load(f"{name}.npy"), 2 * X)
+        assert not pathlib.Path(f"{name}.npy.partial").exists()
+
+
+def test_a_complete_file_beside_what_is_left_of_its_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    """A kill may interrupt the removal of the directory."""
+    assert write("double", "x.npy", out="y.npy") == 0
+    pathlib.Path("y.npy.partial").mkdir()
+    pathlib.Path("y.npy.partial/lock.sqlite").touch()
+    assert write("double", "x.npy", out="y.npy") == 1
+    assert "y.npy already exists" in capsys.readouterr().err
 
 
 def test_names_of_files_and_directories() -> None:

@@ -56,7 +56,7 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     model, data = made(name, run_eagerly=eager)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        added = {"decorated": ACTIVITY, "inconstant": "mean"}
+        added = {"decorated": ACTIVITY, "inconstant": "mean", "in turn": "mean"}
         got = fitted(devicemap.parallelize(model, devices, added_losses=added.get(name)), data)
     assert_close(got, wanted(name))
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())

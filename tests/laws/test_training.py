@@ -114,7 +114,13 @@ class Contracting(layers.Layer):
         (lambda: [layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))], True),
         (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], True),
         (lambda: [layers.BatchNormalization(), layers.LSTM(3)], False),
-        (lambda: [layers.Dropout(0.5), layers.GRU(3)], False),
+        (lambda: [layers.Dropout(0.5), layers.Dense(3)], False),
+        (
+            lambda: [
+                layers.Lambda(lambda x: tf.while_loop(lambda x: tf.reduce_any(x < 9), lambda x: [x + x**2], [x])[0])
+            ],
+            False,
+        ),
     ],
 )
 def test_outputs_that_depend_on_other_rows_are_reported_once(

@@ -132,10 +132,15 @@ def test_what_a_file_cannot_hold(tmp_path: Path, method: str, fn: Any, message: 
 def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
     pytest.importorskip("pyarrow")
     results = _written(tf.identity, tmp_path)
-    path = tmp_path / "x"
+    path, other = tmp_path / "x", tmp_path / "x.tmp"
+    other.write_text("not ours")
     getattr(results, method)(path)
+    assert other.read_text() == "not ours"
     complete = path.read_bytes()
     damage(tmp_path / "out", 6)
+    for directory in (tmp_path, Path()):
+        with pytest.raises(OptionError, match="is a directory"):
+            getattr(results, method)(directory)
     with pytest.raises(MissingRowsError, match="rows 6 to 8"):
         getattr(results, method)(path)
     assert path.read_bytes() == complete

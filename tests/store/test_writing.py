@@ -124,6 +124,16 @@ def test_a_later_run_computes_added_and_damaged_rows_only(tmp_path: Path) -> Non
         results.load()
 
 
+def test_a_dataset_that_was_shorter_than_a_batch_may_grow(tmp_path: Path) -> None:
+    mapper = devicemap.DeviceMap(lambda batch: batch * 2, devices=["CPU:1"], batched=True)
+    for rows, added in ((5, 5), (20, 15), (30, 10)):
+        results = mapper.write(tf.data.Dataset.range(rows).batch(8), tmp_path / "out")
+        np.testing.assert_array_equal(results.load(), range(0, 2 * rows, 2))
+        assert mapper.report.rows == added
+    with pytest.raises(JournalError, match="chunk_rows was 8 there, and is 4 now"):
+        mapper.write(tf.data.Dataset.range(30).batch(4), tmp_path / "out")
+
+
 def test_a_damaged_chunk_is_computed_again_in_smaller_chunks(tmp_path: Path) -> None:
     def counted(*starts: int) -> Counted:
         spec = tf.TensorSpec([None], tf.int64)
