@@ -115,12 +115,6 @@ class Contracting(layers.Layer):
         (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], True),
         (lambda: [layers.BatchNormalization(), layers.LSTM(3)], False),
         (lambda: [layers.Dropout(0.5), layers.Dense(3)], False),
-        (
-            lambda: [
-                layers.Lambda(lambda x: tf.while_loop(lambda x: tf.reduce_any(x < 9), lambda x: [x + x**2], [x])[0])
-            ],
-            False,
-        ),
     ],
 )
 def test_outputs_that_depend_on_other_rows_are_reported_once(
@@ -133,6 +127,21 @@ def test_outputs_that_depend_on_other_rows_are_reported_once(
         model.predict(np.arange(64).reshape(32, 2) % 9, verbose=0)
     warnings = [str(each.message) for each in recwarn if "Each device sees some of the rows" in str(each.message)]
     assert len(warnings) == mixes
+
+
+def test_loops_do_not_run_on_random_rows(devices: list[str]) -> None:
+    """This one would not end for 0."""
+
+    def steps_to_1(n: Any) -> Any:
+        def step(n: Any, steps: Any) -> Any:
+            return tf.where(n % 2 == 0, n // 2, tf.where(n == 1, 1, 3 * n + 1)), steps + tf.cast(n != 1, n.dtype)
+
+        return tf.while_loop(lambda n, _: tf.reduce_any(n != 1), step, (n, tf.zeros_like(n)))[1]
+
+    model = keras.Sequential([keras.Input([1], dtype="int32"), layers.Lambda(steps_to_1)])
+    model.compile(jit_compile=False)
+    found = devicemap.parallelize(model, devices).predict(np.arange(1, 9)[:, None], verbose=0)
+    np.testing.assert_array_equal(found[:, 0], [0, 1, 7, 2, 5, 8, 16, 3])
 
 
 @pytest.mark.parametrize("name", ["momentum, clipnorm", "scaled"])
