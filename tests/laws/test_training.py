@@ -134,7 +134,7 @@ def test_loops_do_not_run_on_random_rows(devices: list[str]) -> None:
 
     def steps_to_1(n: Any) -> Any:
         def step(n: Any, steps: Any) -> Any:
-            return tf.where(n % 2 == 0, n // 2, tf.where(n == 1, 1, 3 * n + 1)), steps + tf.cast(n != 1, n.dtype)
+            return tf.where(n % 2 == 0, n // 2, tf.where(n == 1, n, 3 * n + 1)), steps + tf.cast(n != 1, n.dtype)
 
         return tf.while_loop(lambda n, _: tf.reduce_any(n != 1), step, (n, tf.zeros_like(n)))[1]
 
