@@ -112,13 +112,13 @@ class Survey:
         self._lookups: dict[int, Lookups] = {}
         if len(forward.devices) > 1 or runs_again:
             self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
+        self._shapes = [spec.shape for spec in outputs] if dense else []
         dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
         found = sources_of_gradients(concrete) if dense else []
         self.sources, self.sources_of_losses = found[: len(outputs)], found[len(outputs) :]
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        self._shapes = [spec.shape for spec in outputs] if dense else []
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
 
