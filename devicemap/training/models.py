@@ -66,7 +66,8 @@ def parallelize(
             Layers are checked when they are built.
 
     Warns:
-        RuntimeWarning: a step calls neither the model nor one of its layers, so it runs on one device.
+        RuntimeWarning: a step calls neither the model nor one of its layers, so it runs on one device; or an output for a row
+            depends on other rows.
 
     The first step raises a `FunctionError` while it is traced, if devices cannot run a layer independently, or if an output
     does not have one row for each row of the batch. If numbers of rows are known only when the step runs, it raises a
