@@ -186,11 +186,15 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
     return [sources(tensor) for tensor in graph.outputs]
 
 
+_WITHOUT_GRADIENT = frozenset("Ceil Floor FloorDiv Rint Round StopGradient TruncateDiv".split())
+"""Ops whose gradient function returns `None`."""
+
+
 @with_fallback(lambda op: True, _registry)
 def _has_gradient(op: Any) -> bool:
     """Whether a gradient may go through an op. The fallback is that it does."""
     try:
-        return op.type != "StopGradient" and _registry.get_gradient_function(op) is not None
+        return op.type not in _WITHOUT_GRADIENT and _registry.get_gradient_function(op) is not None
     except LookupError:
         return True
 

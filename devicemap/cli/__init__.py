@@ -26,9 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: arguments without the name of the program; `None` for those of this process.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     options = _parser().parse_args(arguments)
     logged = "3" if options.command == "check" else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", logged)  # before importing TensorFlow
@@ -36,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from devicemap.cli import commands
 
         code = commands.execute(options)
-        sys.stdout.flush()
+        _flush()
         return code
     except KeyboardInterrupt:
         kept = " Finished chunks are kept: repeat the command to continue." if options.command == "run" else ""
@@ -51,8 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(options, f"error: {type(error).__name__}: {error} (--traceback shows the source line)", 1)
 
 
+def _flush() -> None:
+    if sys.stdout is not None:  # it is if the caller has closed it
+        sys.stdout.flush()
+
+
 def _fail(options: argparse.Namespace, message: str, code: int) -> int:
-    sys.stdout.flush()
+    _flush()
     if options.traceback:
         traceback.print_exc()
     print(f"devicemap {options.command}: {message}", file=sys.stderr)

