@@ -168,16 +168,18 @@ def test_methods_and_objects_are_traced_once(make: Callable[[], Any]) -> None:
 def test_a_class_that_is_gone() -> None:
     """The garbage collector reports exceptions in callbacks as warnings."""
 
-    def call() -> None:
+    def call() -> weakref.ref[type]:
         class Features:
             @classmethod
             def of(cls, row: Any) -> Any:
                 return row + 2
 
-        devicemap.parallel_map(Features.of, X)
+        np.testing.assert_array_equal(devicemap.parallel_map(Features.of, X), X + 2)
+        return weakref.ref(Features)
 
-    call()
+    reference = call()
     gc.collect()
+    assert reference() is None
 
 
 def test_memory_is_bounded() -> None:
