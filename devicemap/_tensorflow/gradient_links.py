@@ -123,8 +123,25 @@ class GradientPaths:
         with tf.device(tensor.device):
             return gradients_through([tensor], lambda upstream: [upstream if self.reach(source) else None])[0]
 
+    def limit(self, concrete: Any, op: Any) -> None:
+        """Limit the gradients of an op in the graph being traced, which calls a function of `begin_backward_on`, to its paths.
+
+        The op takes the handles of variables themselves: automatic control dependencies order its reads by them
+        (test_steps_repeat_their_weights).
+        """
+        first = len(op.inputs) - len(concrete.captured_inputs)
+        keys = [None] * first + [tensor.ref() for tensor in concrete.captured_inputs]
+
+        def limited(differentiate: Callable[..., Sequence[Any]], upstream: Sequence[Any]) -> list[Any]:
+            found = differentiate(*upstream)
+            return [
+                gradient if key not in self.inputs or self.reach(key) else None for key, gradient in zip(keys, found)
+            ]
+
+        op.on_gradient = limited
+
     def handles(self, variables: Sequence[tf.Variable]) -> dict[Any, Any]:
-        """Return `followed` handles of variables, by the `Tensor.ref()` of their own handles."""
+        """Return `followed` handles of variables for eager code, by the `Tensor.ref()` of their own handles."""
         found = {}
         for variable in variables:
             if (key := variable.handle.ref()) in self.inputs:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap._tensorflow.functions import compiled_as_a_part, with_captures
+from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.compile.call_spec import ANY_ORDER, CallSpec
 from devicemap.compile.compiled import CompiledMap
@@ -28,8 +27,6 @@ from devicemap.devices import is_out_of_memory
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
 from devicemap.run.retries import AGAIN_SECONDS, failing_row, is_of_the_row
-
-NO_HANDLES: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -189,14 +186,16 @@ def _locate(
     return program.located_error(error, shards), error
 
 
-def call_inside(program: Program, rows: Rows, filled: bool = False, handles: Mapping[Any, Any] = NO_HANDLES) -> Any:
+def call_inside(
+    program: Program, rows: Rows, filled: bool = False, on_call: Callable[[Any, Any], None] | None = None
+) -> Any:
     """Call a program in the function that is being traced, with a shard for each device.
 
     Args:
         program: the program.
         rows: the data.
         filled: whether each device gets at least one row, if the number of rows is unknown.
-        handles: handles of variables, by the `Tensor.ref()` of those that they replace.
+        on_call: callback for the `ConcreteFunction` that is called, and the op that calls it.
     """
     compiled = program.compiled_for(rows)
     with tf.device(HOST):  # otherwise the placer would move rows and results through the first GPU
@@ -216,8 +215,10 @@ def call_inside(program: Program, rows: Rows, filled: bool = False, handles: Map
         else:  # an unknown number, or 0 rows, whose gradients are zeros
             spec = CallSpec.of_shards(most, engine, ANY_ORDER, empty_shards=rows.count == 0 or not filled)
             sizes = sizes_in_graph(count, most)
-        graph = with_captures(compiled.graph(spec), handles)
+        graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
+        if on_call is not None:
+            on_call(graph, results[0].op)
         if compiled.traced.reduction is None and not compiled.traced.own_rows:
             results = [with_static_rows(leaf, rows.count) for leaf in results]
         return compiled.pack(results)

@@ -10,13 +10,14 @@ Each call is retraced, as Keras does for one device, because a layer may depend 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import keep_alive, with_captures
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place
@@ -31,7 +32,7 @@ from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
 from devicemap.errors import failure
-from devicemap.run.graph_engine import NO_HANDLES, CallObservers, call_inside, run_graph
+from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
 from devicemap.training.filled_rows import are_real, filled
 from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, meeting
@@ -101,15 +102,15 @@ class MappedCall:
             )
         paths = GradientPaths(sources)
         if not paths.differ:
-            return on_devices(rows)
+            return on_devices(rows, None)
         rows = [paths.followed(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
-        results = on_devices(rows, paths.handles(self._survey.trained))
+        results = on_devices(rows, paths)
         notes = [sources[i] for i, names in enumerate(self._passed.notes) for _ in names]
         losses = self._survey.sources_of_losses
         more = losses if len(losses) == len(self._passed.losses) else []
         return paths.noting(results, [*sources, *notes, *more])
 
-    def _apart(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
+    def _apart(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
         """Run the call in independent shards."""
         forward = self._forward
 
@@ -125,23 +126,31 @@ class MappedCall:
         options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
         keep_alive(program, forward)
-        if tf.executing_eagerly() and handles:
+        if tf.executing_eagerly() and paths is not None:
             function = tf.function(lambda *rows: call_inside(program, as_rows(rows), filled=True), autograph=False)
+            handles = paths.handles(self._survey.trained)
             return list(with_captures(function.get_concrete_function(*rows), handles)(*rows))
         if tf.executing_eagerly():
             data = as_rows(tuple(rows))
             compiled = program.compiled_for(data)
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, CallObservers()))
-        return list(call_inside(program, as_rows(tuple(rows)), True, handles))
+        return list(call_inside(program, as_rows(tuple(rows)), True, None if paths is None else paths.limit))
 
-    def _in_lockstep(self, rows: Sequence[Any], handles: Mapping[Any, Any] = NO_HANDLES) -> list[Any]:
+    def _in_lockstep(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
         """Run the call in shards that exchange statistics."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
-        return list(with_captures(concrete, handles)(count, *rows))
+        if paths is None:
+            return list(concrete(count, *rows))
+        if tf.executing_eagerly():
+            return list(with_captures(concrete, paths.handles(self._survey.trained))(count, *rows))
+        begin_backward_on("", concrete)
+        results = list(concrete(count, *rows))
+        paths.limit(concrete, results[0].op)
+        return results
 
     def _shards_in_lockstep(self, count: Any, *leaves: Any) -> list[Any]:
         """Run shards of the leaves, of which the first `count` rows are real, in the graph that is being traced."""
