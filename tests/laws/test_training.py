@@ -129,6 +129,28 @@ def test_outputs_that_depend_on_other_rows_are_reported_once(
     assert len(warnings) == mixes
 
 
+def test_steps_repeat_their_weights(devices: list[str]) -> None:
+    """No update of a variable overtakes a read of it."""
+
+    def cubes(y: Any, outputs: Any) -> Any:
+        return tf.reduce_mean(tf.abs(y - outputs) ** 3, -1)
+
+    def trained() -> list[Any]:
+        keras.utils.set_random_seed(1)
+        given = keras.Input([6])
+        hidden = layers.Dense(7, "gelu")(given)
+        model = keras.Model(given, [layers.Dense(2)(hidden), layers.Dense(2)(hidden)])
+        model.compile(keras.optimizers.AdamW(0.05, epsilon=1e-2), [cubes, "mse"], jit_compile=False)
+        devicemap.parallelize(model, devices).fit(X, [Y, Y], batch_size=8, epochs=3, shuffle=False, verbose=0)
+        weights: list[Any] = model.get_weights()
+        return weights
+
+    first, *others = (trained() for _ in range(4))
+    for other in others:
+        for weight, wanted in zip(other, first):
+            np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_loops_do_not_run_on_random_rows(devices: list[str]) -> None:
     """This one would not end for 0."""
 
