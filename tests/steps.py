@@ -323,10 +323,11 @@ class InTurn(keras.Model):
     def train_step(self, data: Any) -> Any:
         x, y = data
         missing = []
-        with tf.GradientTape(persistent=True) as tape:
-            losses = [tf.reduce_mean((output - y) ** 2) for output in self(x, training=True)]
-            losses[0] += self.losses[0]
-        for loss in (losses[0], losses[1], losses[2], losses[0] - losses[1]):
+        for weights in ([1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0], [1, -1, 0, 0]):
+            with tf.GradientTape() as tape:
+                losses = [tf.reduce_mean((output - y) ** 2) for output in self(x, training=True)]
+                terms = zip(weights, [*losses, self.losses[0]])
+                loss = tf.add_n([weight * term for weight, term in terms if weight])
             gradients = tape.gradient(loss, self.trainable_variables)
             missing.append(sum(gradient is None for gradient in gradients))
             for variable, gradient in zip(self.trainable_variables, gradients):

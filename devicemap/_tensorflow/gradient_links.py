@@ -73,8 +73,8 @@ class GradientPaths:
     """The inputs of a call that get gradients, by the results that have one.
 
     TensorFlow's gradient of a function call has zeros for inputs on which only other results depend. With zeros, optimizers
-    with a momentum update a variable; without a gradient, they do not (`InTurn` in tests/steps.py). In the fallback, all inputs
-    get gradients.
+    with a momentum update a variable; without a gradient, they do not (`InTurn` in tests/steps.py). In the fallback, and in a
+    graph under persistent or nested tapes, all inputs get gradients.
     """
 
     def __init__(self, sources: Sequence[frozenset[Any] | None]):
