@@ -147,6 +147,8 @@ class RowCalls:
         done = {each.op for each in self._results if each.pfor is call.pfor and _is_stackable(each.op)}
         taken = [tensor for tensor, each in zip(call.op.inputs, call.inputs) if isinstance(each, CallResult)]
         taken += [output for each in call.calls[:-1] if each.pfor is call.pfor for output in each.op.outputs]
+        draws = self._draws(call, needed)
+        taken += [output for op in draws for output in op.outputs]
 
         def possible(ops: Iterable[Any]) -> list[Any]:
             return [
@@ -156,7 +158,7 @@ class RowCalls:
         def with_users(ops: Iterable[Any]) -> set[Any]:
             return _reached(possible(ops), lambda op: [] if _is_stackable(op) else possible(_users([op])))
 
-        inside = with_users(user for tensor in taken for user in tensor.consumers())
+        inside = draws | with_users(user for tensor in taken for user in tensor.consumers())
         while True:
             after = _reached(_users(filter(_is_stackable, inside)), lambda op: _users([op]))
             between = after & _before(inside) - inside
@@ -165,6 +167,13 @@ class RowCalls:
             if len(between) > _OPS_PER_LOOP or not all(map(_is_small, between)):
                 return {op for op in inside if not _before([op]) & between}
             inside |= with_users(between)
+
+    def _draws(self, call: RowCall, needed: set[Any]) -> set[Any]:
+        """Return the ops that begin draws which the loop for `call` can make, too: their seeds depend on no later draw."""
+        if not any(each.op.type in _BEFORE_OTHERS for each in call.calls):
+            return set()
+        begins = {op for op in needed if op.type in _BEFORE_OTHERS and (call.pfor, op) not in self._calls}
+        return {op for op in begins if not _before([op]) & begins - {op}}
 
 
 def result_of(tensor: Any) -> CallResult | None:

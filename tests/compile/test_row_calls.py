@@ -161,8 +161,15 @@ def test_no_op_runs_twice(fn: Callable[[Any], Any]) -> None:
     assert placements(partitions(mapper, ROWS), "Where").total() == 1
 
 
-def test_random_numbers_of_seeds_of_rows_take_one_loop() -> None:
-    mapper = devicemap.DeviceMap(lambda row, seed: _features(row) + tf.random.stateless_normal([6], seed), seed=1)
+def _cropped(row: Any, seed: Any) -> Any:
+    image = tf.image.stateless_random_crop(tf.reshape(tf.tile(_features(row), [8]), [4, 4, 3]), [2, 2, 3], seed)
+    image = tf.image.stateless_random_flip_left_right(image, seed + 1)
+    return tf.image.stateless_random_brightness(image, 0.2, seed + 2)
+
+
+@pytest.mark.parametrize("fn", [lambda row, seed: _features(row) + tf.random.stateless_normal([6], seed), _cropped])
+def test_random_numbers_of_seeds_of_rows_take_one_loop(fn: Callable[..., Any]) -> None:
+    mapper = devicemap.DeviceMap(fn, seed=1)
     assert traced(mapper, ROWS).vectorized
     graph = tf.function(lambda x: mapper(x)).get_concrete_function(ROWS[:1]).graph.as_graph_def()
     nodes = [node for function in graph.library.function for node in function.node_def]
