@@ -44,6 +44,21 @@ class Options:
     progress: Any = False
     name: str | None = None
 
+    @property
+    def chunk_rows(self) -> int | None:
+        """The rows of each chunk, if the user fixes their number."""
+        return self.batch_size if isinstance(self.batch_size, int) else None
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows that fail are left out."""
+        return self.on_error == "skip"
+
+    @property
+    def needs_chunks(self) -> bool:
+        """Whether eager calls on data in memory always run in chunks."""
+        return self.batch_size is not None or self.skips
+
 
 def check_options(fn: Any, options: dict[str, Any]) -> Options:
     """Return the user's options, with defaults for those that are not given.

@@ -18,8 +18,8 @@ from devicemap._tensorflow.gradient_links import Lookups
 from devicemap.compile.graph_walker import BRANCHES, CALLS, called_names
 from devicemap.errors import failure
 
-_ALIASES = frozenset("Identity IdentityN ReadVariableOp Cast".split())
-_GATHERS = frozenset("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd".split())
+_PASSED_ON = frozenset("Identity IdentityN ReadVariableOp Cast".split())
+_GATHERED = frozenset("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd".split())
 _SAME_ELEMENTS = frozenset("Identity Cast Reshape ExpandDims Squeeze".split())
 
 
@@ -49,14 +49,14 @@ class _Function:
         """Yield each op that looks up rows of a table, perhaps several times. Gradients of lookups in loops are dense."""
         for op in table.consumers():
             for i in (i for i, taken in enumerate(op.inputs) if taken is table):
-                if op.type in _ALIASES:
+                if op.type in _PASSED_ON:
                     yield from self._gathers(body, op.outputs[i])
                 elif op.type in CALLS | BRANCHES:
                     for graph in self._called(op):
                         first = int(op.type in BRANCHES)
                         inner = _Body(graph.inputs, body, op.inputs[first:])
                         yield from self._gathers(inner, graph.inputs[i - first])
-                elif op.type in _GATHERS and i == 0:
+                elif op.type in _GATHERED and i == 0:
                     yield body, op
 
     def _called(self, op: Any) -> list[Any]:

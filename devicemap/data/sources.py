@@ -248,7 +248,7 @@ def from_dataset(dataset: Any, options: Options) -> DatasetSource:
                 f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
                 ".batch(n) on it, or set batched=False for a fn of one sample"
             )
-    size = options.batch_size if isinstance(options.batch_size, int) else None
+    size = options.chunk_rows
     if options.batched:
         whole, rows = options.batch_size is None, None
         joined = options.batch_size == "auto" and not any(_unknown_dimensions(spec)[1:] for spec in specs)

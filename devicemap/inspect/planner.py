@@ -66,14 +66,13 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
         source = from_dataset(data_or_spec, options)
         source.close()
         return DataSpec(source.specs, source.rows, chunks=True)
-    chunks = options.batch_size is not None or options.on_error == "skip"
     leaves: list[tuple[str, Any]] = []
     map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
     if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
         rows = as_rows(data_or_spec)
-        return DataSpec(rows.specs, rows.count, chunks)
+        return DataSpec(rows.specs, rows.count, options.needs_chunks)
     count = _row_count(leaves)
-    return DataSpec(map_nest(lambda leaf, _: any_rows(leaf), data_or_spec), count, chunks)
+    return DataSpec(map_nest(lambda leaf, _: any_rows(leaf), data_or_spec), count, options.needs_chunks)
 
 
 def explain_call(program: Program, data: DataSpec) -> Plan:

@@ -165,7 +165,7 @@ def _by_actors(
             f"concurrency={concurrency!r}; expected a number of actors, or the fewest and the most of them"
         )
     checked = check_options(fn, options)
-    if checked.on_error == "skip":
+    if checked.skips:
         raise OptionError("on_error='skip' on Ray, which has no report of failed rows; let fn mark such rows")
     rows = None
     if num_gpus:

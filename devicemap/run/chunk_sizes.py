@@ -36,7 +36,7 @@ _LONG_SECONDS = 1.0
 _GAIN = 1.1
 """Chunks grow if rows per second improve by this factor."""
 
-_FREE = 2.5
+_FREE_ROWS = 2.5
 """Rows are free if chunks take at most this many times as long as the quickest, as a mean weighted by their rows."""
 
 
@@ -236,7 +236,7 @@ def rows_are_free(devices: Collection[Throughput]) -> bool:
     """
     used = [device for device in devices if device.finished_rows]
     free = (
-        device.largest > 3 and device.chunk_seconds <= _FREE * device.quickest_seconds * device.finished_rows
+        device.largest > 3 and device.chunk_seconds <= _FREE_ROWS * device.quickest_seconds * device.finished_rows
         for device in used
     )
     return len(used) > 0 and all(free)

@@ -62,13 +62,7 @@ class Mapper:
         if isinstance(data, tf.data.Dataset):
             return self.in_chunks(data)
         rows = as_rows(data)
-        in_memory = self._options.batch_size is None and not self._skips
-        return self._in_memory(rows) if in_memory else self.in_chunks(rows)
-
-    @property
-    def _skips(self) -> bool:
-        """Whether rows that fail are left out."""
-        return self._options.on_error == "skip"
+        return self.in_chunks(rows) if self._options.needs_chunks else self._in_memory(rows)
 
     def _in_memory(self, rows: Rows) -> Any:
         """Map rows in memory with the chosen engine. A graph that runs out of memory continues in chunks."""
@@ -93,7 +87,7 @@ class Mapper:
         if isinstance(data, tf.data.Dataset):
             return self.in_chunks(data)  # raises the error
         rows = as_rows(data)
-        if self._skips:
+        if self._options.skips:
             raise OptionError(
                 "on_error='skip' inside a tf.function, where a failing row ends the call: map outside of the tf.function, or "
                 "leave on_error out"
@@ -142,7 +136,7 @@ class Mapper:
         source = self.source(data, "streamed")
         spec = self.program.compiled_for(source).traced.nest_of_specs
         count = None
-        if source.rows is not None and source.chunk_rows is not None and not self._skips:
+        if source.rows is not None and source.chunk_rows is not None and not self._options.skips:
             count = -(-source.rows // source.chunk_rows)
         return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec), count
 
@@ -158,10 +152,7 @@ class Mapper:
                 "tape.stop_recording():` if you need no gradients"
             )
         if not isinstance(data, tf.data.Dataset):
-            size = self._options.batch_size
-            return MemorySource(
-                data if isinstance(data, Rows) else as_rows(data), size if isinstance(size, int) else None
-            )
+            return MemorySource(data if isinstance(data, Rows) else as_rows(data), self._options.chunk_rows)
         if use != "streamed" and data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise DataError(
                 "the dataset is infinite, and its whole result would be too; take a part of it with .take(n), or map it as "
@@ -193,7 +184,7 @@ class Mapper:
             keep: callback of a worker for a chunk and its results, which are then not yielded.
             leave_out: callback of a worker for a row that is left out: the row as a chunk, its device and its error.
         """
-        if self._skips and compiled.traced.audit.ordered:
+        if self._options.skips and compiled.traced.audit.ordered:
             raise OptionError(
                 "on_error='skip' and a fn that writes variables in row order: a row that fails may have written already; use "
                 "assign_add, or return the new value"
@@ -215,7 +206,7 @@ class Mapper:
                     window=window,
                     deterministic=deterministic,
                     max_retries=self._options.max_retries,
-                    skips=self._skips,
+                    skips=self._options.skips,
                     leave_out=leave_out,
                     locates=self.program.may_repeat(compiled),
                     observe=on_event,

@@ -54,7 +54,7 @@ def write(
                     "old, which devicemap does not detect",
                     RuntimeWarning,
                 )
-        keeps_failed = mapper.program.options.on_error == "skip" and not retry_failed
+        keeps_failed = mapper.program.options.skips and not retry_failed
         stored = [chunk for chunk in writer.stored if chunk.error is None or keeps_failed]
         _check_total(total, source.rows, directory)
         if isinstance(rows, Rows):
