@@ -106,7 +106,7 @@ pictures: $(VENV)/examples.done $(VENV)/test.done
 	$(BIN)/python examples/large.py --simulate 4 --output docs/pictures/large.png
 	$(BIN)/python examples/images.py --output docs/pictures/images.png
 
-# Every figure of the README. `make bench TOPICS="balance memory"` runs some of it.
+# Every figure of the README, except that of its picture. `make bench TOPICS="balance memory"` runs some of it.
 bench: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks $(TOPICS)
 

@@ -146,7 +146,7 @@ def parallel_reduce(
 
     Args:
         fn: as for `parallel_map`; its results are dense.
-        data: as for `parallel_map`; a dataset may be of any length.
+        data: as for `parallel_map`; a dataset may be larger than memory.
         reducer: "sum", "mean", "min" or "max", for all results of `fn` or in a nest like its result; or a `devicemap.Reducer`.
         directory: store the partial result of each chunk there. The same call again computes only what is missing, as
             `DeviceMap.write` does. A `Reducer` may then have another `finish`.
@@ -265,10 +265,10 @@ class DeviceMap:
         Calls inside a user's `tf.function` are not reported.
 
         Examples:
-            >>> mapper = DeviceMap(lambda n: n * n)
+            >>> mapper = DeviceMap(lambda n: n * n, batch_size=25)
             >>> _ = mapper(tf.range(100))
             >>> mapper.report.rows, mapper.report.engine
-            (100, 'one graph')
+            (100, 'chunks')
         """
         return self._observers.report()
 

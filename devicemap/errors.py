@@ -106,6 +106,11 @@ def brief(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
+def is_unknown_to_xla(error: BaseException) -> bool:
+    """Return whether XLA could not compile a function, because it lacks an op or a dtype."""
+    return "Detected unsupported operations when trying to compile" in str(error)
+
+
 def add_note(error: Any, note: str) -> None:
     """Add a note to an error, which Python 3.11 and later print with it."""
     with contextlib.suppress(Exception):  # an error that refuses notes must still be raised

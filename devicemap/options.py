@@ -15,7 +15,8 @@ import tensorflow as tf
 from devicemap.errors import OptionError, UnknownOptionError
 
 _ELSEWHERE = {
-    **dict.fromkeys(("gpus", "n_jobs", "num_workers"), "devices"),
+    **dict.fromkeys(("gpus", "n_jobs", "num_workers", "workers"), "devices"),
+    **dict.fromkeys(("num_parallel_calls", "parallel_iterations"), "prefetch"),
     **dict.fromkeys(("batch", "chunksize"), "batch_size"),
     **dict.fromkeys(("dtype", "output_signature"), "fn_output_signature"),
     "jit": "jit_compile",

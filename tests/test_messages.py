@@ -163,6 +163,23 @@ def _dataset(*elements: Any) -> Any:
     return tf.data.Dataset.from_tensor_slices(*elements)
 
 
+_TYPED: dict[str, Any] = {}
+exec("def absolute(x):\n    return x if x > 0 else -x", _TYPED)
+
+
+def _listed(row: Any) -> Any:
+    seen: list[Any] = []
+    for number in row:
+        seen.append(number)
+    return seen[0]
+
+
+def _assigned(row: Any) -> Any:
+    row[0] = 1.0
+    return row
+
+
+BATCHES_ONLY = tf.function(lambda rows: rows * 2.0, input_signature=[tf.TensorSpec([None, 2])])
 SIZES = [np.zeros([3, 4, 3]), np.zeros([5, 4, 3])]
 INFINITE = tf.data.Dataset.range(3).repeat()
 ANY_RANK = tf.data.Dataset.from_generator(lambda: iter([]), output_signature=tf.TensorSpec(None, tf.int32))
@@ -281,6 +298,14 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: predict": (MODEL.predict, X, {}),
     "tracing: predict in a function": (lambda row: MODEL.predict(row[None]), X, {}),
     "tracing: fit": (MODEL.fit, X, {}),
+    "tracing: a function at Python's prompt": (_TYPED["absolute"], NUMBERS, {}),
+    "tracing: another signature": (lambda row: BATCHES_ONLY(row), X, {}),
+    "tracing: an image of unknown rank": (lambda b: tf.image.resize(tf.io.decode_image(b), [2, 2]), WORDS, {}),
+    "tracing: loading an image": (lambda path: tf.keras.utils.load_img(path), WORDS, {}),
+    "tracing: a method of bytes": (lambda word: word.decode(), WORDS, {}),
+    "tracing: a list in a loop": (_listed, X, {}),
+    "tracing: assigning to a row": (_assigned, X, {}),
+    "tracing: too few arguments beside a seed": (lambda a, generator: a, X, {"seed": 1}),
     "tracing: too few arguments": (lambda a, b: a, X, {}),
     "tracing: too many arguments": (lambda a: a, (X, X), {}),
     "tracing: no seed": (lambda a: a, X, {"seed": 1}),

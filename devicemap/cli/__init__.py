@@ -20,13 +20,23 @@ _INPUT = """a .npy file; a .npz file (a dict of its arrays); TFRecord files; any
 pattern of files of one kind; a folder written by tf.data.Dataset.save; or MODULE:DATASET, data or a function that returns it"""
 
 
+_FLAGS = {"batched=True": "--batched", "the option seed, as in parallel_map(fn, data, seed=1)": "--seed 1"}
+"""Words of messages about options -> flags of the command line."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     Args:
         arguments: arguments without the name of the program; `None` for those of this process.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        several = not any(each.startswith("-") for each in unknown)
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}" + "; quote a pattern of files: 'pictures/*.png'" * several
+        )
     logged = "3" if options.command == "check" else "2"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", logged)  # before importing TensorFlow
     try:
@@ -42,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DeviceMapError, OSError, ImportError) as error:
-        text = str(error).replace("batched=True", "--batched")
+        text = str(error)
+        for option, flag in _FLAGS.items():
+            text = text.replace(option, flag)
         return _fail(options, f"error: {text}", 2 if isinstance(error, OptionError) else 1)
     except Exception as error:
         return _fail(options, f"error: {type(error).__name__}: {error} (--traceback shows the source line)", 1)

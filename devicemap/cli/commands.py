@@ -23,7 +23,7 @@ from devicemap.cluster import serve
 from devicemap.devices import simulate_devices
 from devicemap.errors import DataError, DeviceMapError, FunctionError, JournalError, OptionError, brief
 from devicemap.events import short_name
-from devicemap.inspect.render import Result, check_drawable
+from devicemap.inspect.render import Result, check_drawable, counted
 from devicemap.store.database import DATABASE
 from devicemap.store.export import check_format, export
 from devicemap.store.results import Results
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace) -> int:
     for row in failed:
         print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")
     left_out = f", without {len(failed)} that failed" if failed else ""
-    print(f"{count} rows in {out}{left_out}; load them by {loading.format(str(out))}")
+    print(f"{counted(count, 'row')} in {out}{left_out}; load them by {loading.format(str(out))}")
     return len(failed)
 
 

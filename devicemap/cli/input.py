@@ -28,6 +28,9 @@ _SLICE_BYTES = 2**22
 _ROWS_PER_BATCH = 64
 """Files and records per batch if the user gives no batch size."""
 
+_TABLES = ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".feather", ".xlsx", ".h5", ".pkl"
+"""Suffixes of files with many rows that are not read."""
+
 _RECORDS = re.compile(r".*\.tfrecords?(-\d+-of-\d+)?(\.gz)?", re.IGNORECASE)
 
 
@@ -94,7 +97,12 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     if not names and os.path.exists(path) and not os.path.isdir(path):
         raise DataError(f"{path} is a pipe or a device, which can be read only once; write its contents to a file")
     if not names:
-        raise DataError(f"{path}: no such file or folder with files; '{path}/**/*.jpg' finds files in subfolders")
+        subfolders = f"; '{path}/**/*.jpg' finds files in subfolders" if os.path.isdir(path) else ""
+        raise DataError(f"{path}: no such file or folder with files{subfolders}")
+    if names == [path] and Path(path).suffix.lower() in _TABLES:
+        raise DataError(
+            f"{path} would be one row, its bytes; for the rows in it, pass MODULE:DATASET, a function that reads the file"
+        )
     kinds = {_kind(name): name for name in names}
     if len(kinds) > 1 or (".npz" in kinds and len(names) > 1):
         raise DataError(

@@ -31,6 +31,9 @@ _TAKES_BATCHES = re.compile(
 )
 """Errors of TensorFlow's shape functions. A function that takes batches misses one axis if it gets one row."""
 
+_OTHER_SIGNATURE = "Can not cast TensorSpec"
+"""The beginning of TensorFlow's message for a tensor that does not fit the signature of a `tf.function`."""
+
 _OTHER_DTYPE = re.compile(
     r"(?:(?:type|dtype|DataType|input to be a|is a|got|!=|Expected(?=.* of type 'float')) '?(?:tf\.)?|types \[(?:\w+, )*?)"
     r"(?P<dtype>double|float64|u?int\d+)\b"
@@ -61,8 +64,13 @@ _ADVICE = {
     r"are valid indices, got '": "A tensor has no names: pass a dict of columns as data, such as dict(frame)",
     r"Tensor is unhashable": "A tensor is no key of a dict: use tf.gather for the keys 0, 1, 2, ..., a "
     f"tf.lookup.StaticHashTable for others, {_PYTHON}",
-    rf"{_OF_TENSOR} has no attribute 'read'|PathLike object, not \w*Tensor": "A path in the data is a tensor: use "
-    f"tf.io.read_file and tf.io.decode_image, {_PYTHON}",
+    rf"{_OF_TENSOR} has no attribute 'read'|PathLike object, not \w*Tensor|should be path-like": "A path in the data is a "
+    f"tensor: use tf.io.read_file and tf.io.decode_image, {_PYTHON}",
+    r"'images' contains no shape": "tf.io.decode_image may return several images of a GIF: pass expand_animations=False",
+    rf"{_OF_TENSOR} does not support item assignment": "A tensor cannot be changed: use tf.tensor_scatter_nd_update, or "
+    "tf.where",
+    r"is out of scope and cannot be used here": "A list or an attribute cannot keep tensors of a loop or a branch: use a "
+    "tf.TensorArray, or ops on whole tensors",
     r"expected string or bytes-like object": "Python's functions of text take no tensors: use tf.strings, such as "
     f"tf.strings.regex_replace, {_PYTHON}",
     r"must have either 3 or 4 dimensions": "tf.image takes images of [height, width, channels]: image[..., None] adds the last "
@@ -79,6 +87,12 @@ _ADVICE = {
 }
 """Advice for errors with these messages."""
 
+_IN_PYTHON = (
+    "TensorFlow cannot read the source of fn, so its branches and loops stay Python's: define it by def, in a file or a "
+    "notebook"
+)
+"""Advice for the last of these errors if autograph has not converted `fn`."""
+
 
 def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> FunctionError:
     """Return the error to raise for an error of tracing `fn` for data of these `[None, ...]` specs."""
@@ -86,14 +100,13 @@ def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: E
     what = "a batch" if options.batched else "one row (batched=False)"
     if len(given) > 1:
         what += f", as {len(given)} arguments,"
-    if options.seed is not None:
-        what += " and the keyword seed"
-        given.append(tf.TensorSpec([None, 2], tf.int32))
+    seed = [] if options.seed is None else [tf.TensorSpec([None, 2], tf.int32)]
     if not options.batched:
-        given = tf.nest.map_structure(row_spec, given)
+        given, seed = tf.nest.map_structure(row_spec, (given, seed))
+    taken = ", ".join(map(str, given)) + "".join(f" and the keyword seed of {spec}" for spec in seed)
     hints = "".join(f". {hint}" for hint in _hints_for(fn, specs, options, error))
     return function_error(
-        f"fn could not be traced for {what} of {', '.join(map(str, given))}{hints}: {type(error).__name__}: "
+        f"fn could not be traced for {what} of {taken}{hints}: {type(error).__name__}: "
         f"{without_escape_codes(str(error))}",
         error,
     )
@@ -104,11 +117,16 @@ def check_ranks(model: Any, specs: Any) -> None:
 
     Keras would add an axis to rows whose last dimension is 1, and take their first axis for that of the batch.
     """
-    inputs, rows = getattr(model, "inputs", None) if hasattr(model, "built") else None, tf.nest.flatten(specs)
-    if not inputs or len(inputs) != len(rows):
-        return
-    if all(spec.shape.is_compatible_with(each.shape) for spec, each in zip(rows, inputs)):
-        raise ValueError(f"the model takes batches of shape {', '.join(str(each.shape) for each in inputs)}")
+    if takes(model, specs):
+        raise ValueError(f"the model takes batches of shape {', '.join(str(each.shape) for each in model.inputs)}")
+
+
+def takes(model: Any, specs: Any) -> bool:
+    """Return whether a function is a Keras model whose inputs have shapes like these specs."""
+    inputs, given = getattr(model, "inputs", None) if hasattr(model, "built") else None, tf.nest.flatten(specs)
+    if not inputs or len(inputs) != len(given):
+        return False
+    return all(spec.shape.is_compatible_with(each.shape) for spec, each in zip(given, inputs))
 
 
 def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> Iterator[str]:
@@ -120,10 +138,13 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
     advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))]
+    if advice == [[*_ADVICE.values()][-1]] and not _has_source(fn):
+        advice = [_IN_PYTHON]
     rank = _TAKES_BATCHES.search(str(error))
+    misses_axis = rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1)
     if not options.batched and (is_layer or from_keras or (_IN_A_LAYER in str(error) and not advice)):
         yield "A Keras layer or model takes batches: set batched=True"
-    elif not options.batched and rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1):
+    elif not options.batched and (misses_axis or _OTHER_SIGNATURE in str(error)):
         yield "One row has no axis for the batch: if fn takes batches, set batched=True"
     elif from_keras:
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
@@ -148,12 +169,14 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
         yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
     elif len(given) == 1 and (count := next((n for n in range(2, 10) if _takes(fn, *given * n, **seed)), None)):
         yield f"fn takes {count} arguments: pass a tuple of {count} as data; a list or a dict is one argument"
+    elif seed:
+        yield "With the option seed, fn gets the row and the keyword seed, as in def fn(row, seed)"
 
 
 def _hints_for_text(specs: Any, error: Exception) -> Iterator[str]:
     """Yield advice for methods of `str` that `fn` calls on a tensor."""
     method = re.search(rf"{_OF_TENSOR} has no attribute '(\w+)'", str(error))
-    if method and hasattr(str, method[1]) and tf.string in _dtypes(specs):
+    if method and (hasattr(str, method[1]) or hasattr(bytes, method[1])) and tf.string in _dtypes(specs):
         yield f"Text is a tensor of dtype string, which has no {method[1]}(): use tf.strings, {_PYTHON}"
 
 
@@ -182,6 +205,14 @@ _KERAS_FILE = re.compile(r"[/\\](tf_)?keras[/\\]src[/\\]")
 
 def _dtypes(specs: Any) -> set[tf.DType]:
     return {spec.dtype for spec in tf.nest.flatten(specs)}
+
+
+def _has_source(fn: Callable[..., Any]) -> bool:
+    """Return whether TensorFlow can read the source of a function, as of one in a file or a cell of a notebook."""
+    try:
+        return bool(inspect.getsource(fn if inspect.isroutine(fn) else type(fn).__call__))
+    except (OSError, TypeError):
+        return False
 
 
 def _takes(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:

@@ -25,7 +25,7 @@ from devicemap.data.rows import HOST, Rows, structure_key
 from devicemap.data.shards import UNEVEN_ROWS
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on, task_device
-from devicemap.errors import DeviceError, DeviceMapError, OptionError, brief, function_error
+from devicemap.errors import DeviceError, DeviceMapError, OptionError, brief, function_error, is_unknown_to_xla
 from devicemap.events import Shard, short_name
 from devicemap.hosts import is_remote
 from devicemap.options import Options, check_options, check_progress, variables_of
@@ -175,6 +175,8 @@ class Program:
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
         if "Trying to access resource" in what:
             hint += _IF_COMPILED
+        if is_unknown_to_xla(error):
+            hint += ". XLA lacks this op, or a dtype of its tensors: leave jit_compile out"
         if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
             hint += _IF_LOST
         if is_out_of_memory(error):

@@ -19,7 +19,7 @@ from devicemap.compile.aggregates import AGGREGATES, Reducer, reducer_key
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.data.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
-from devicemap.errors import OptionError, failure
+from devicemap.errors import OptionError, failure, function_error
 
 _BLOCK_BYTES = 2**22
 """Results of at least `_ROW_BYTES` per row are reduced in blocks of this size (`benchmarks/test_reduce.py`)."""
@@ -48,8 +48,8 @@ class Reduction:
                     raise OptionError(f"{name}={getattr(reducer, name)!r} of a Reducer; expected a function")
         elif not all(isinstance(leaf, str) and leaf in AGGREGATES for leaf in tf.nest.flatten(reducer) or [None]):
             raise OptionError(
-                f"reducer={reducer!r}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, "
-                "or a devicemap.Reducer"
+                f"reducer={reducer!r:.80}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, "
+                "or a devicemap.Reducer. Several arrays of data are a tuple, as in (x, y)"
             )
         self.key = reducer_key(reducer) if isinstance(reducer, Reducer) else freeze(self._reducer)
         """Hashable; equal for equal reducers."""
@@ -64,7 +64,16 @@ class Reduction:
             if not isinstance(spec, tf.TensorSpec):
                 raise failure(f"fn returns {spec}; only dense results can be reduced")
         if isinstance(self._reducer, Reducer):
-            return _CustomReduction(self._reducer, structure, specs)
+            initial = tf.nest.map_structure(_dtype_and_shape, map_nest(_as_tensor, self._reducer.initial))
+            try:
+                return _CustomReduction(self._reducer, structure, specs)
+            except Exception as error:  # of the user's functions
+                results = tf.nest.pack_sequence_as(structure, [f"{s.dtype.name} {s.shape[1:]}" for s in specs])
+                raise function_error(
+                    f"the Reducer does not fit the results of fn, which are {results} for a row: step and merge have to return "
+                    f"states like the initial one, {initial}: {type(error).__name__}: {error}",
+                    error,
+                ) from error
         names: list[str] = [self._reducer] * len(specs)
         if not isinstance(self._reducer, str):
             try:
@@ -270,6 +279,10 @@ def as_states(state: Sequence[Any], rows: Any) -> list[Any]:
     """Add the axis of states to a state. Its length is 1, or 0 if there are no rows."""
     states = tf.minimum(count_rows(rows, tf.int32), 1)
     return [tf.expand_dims(leaf, 0)[:states] for leaf in state]
+
+
+def _dtype_and_shape(tensor: Any) -> str:
+    return f"{tensor.dtype.name} {tensor.shape}"
 
 
 def _as_tensor(leaf: Any, path: str) -> Any:

@@ -244,7 +244,7 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
         hidden = "this TensorFlow lacks non-public names that devicemap needs to check each op"
         raise _NotVectorizedError(hidden, _FORCE)
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
-        raise _NotVectorizedError("the data holds ragged or sparse tensors")
+        raise _NotVectorizedError("the rows of the data are sparse, or may differ in shape")
     if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
         raise _NotVectorizedError("fn returns ragged or sparse tensors")
     if not all(isinstance(spec, tf.TensorSpec | tf.DType) for spec in signature):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import date, timedelta
 from itertools import chain
 from os import PathLike
@@ -215,7 +215,7 @@ def _convert(value: Any, path: str) -> Any:
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
         raise DataError(
-            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error}){_hint(value)}"
+            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error!s:.200}){_hint(value)}"
         ) from error
 
 
@@ -242,6 +242,10 @@ def _hint(value: Any) -> str:
     """Return advice for data that does not convert to a tensor."""
     if hasattr(value, "columns"):
         return "; columns of different dtypes are a dict: dict(frame)"
+    if is_dataclass(value):
+        return "; pass a dict of its fields, such as vars(data), or define __tf_flatten__ and __tf_unflatten__"
+    if isinstance(value, set | frozenset):
+        return "; a set has no order: pass sorted(data)"
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     if kind == "V":
         return "; the fields of a structured array are a dict: {name: array[name] for name in array.dtype.names}"
@@ -260,6 +264,10 @@ def _hint(value: Any) -> str:
         return _hint_for_arrays(entries)
     if any(isinstance(entry, list | tuple) for entry in entries):
         return "; tf.ragged.constant makes rows of different lengths"
+    if 0 < sum(isinstance(entry, str) for entry in entries) < len(entries):
+        return (
+            "; some entries are text and others are not, such as NaN for missing text: series.fillna('') replaces them"
+        )
     return "; give it a dtype with .astype" if kind == "O" else ""
 
 

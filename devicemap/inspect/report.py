@@ -221,7 +221,7 @@ class Report(Result):
         notes = [f"stopped by {self.error}"] if self.error else []
         if self.failed_rows:
             first = self.failed_rows[0]
-            failed = f"{counted(len(self.failed_rows), 'row')} failed and left out"
+            failed = f"left out {counted(len(self.failed_rows), 'row')} that failed"
             notes.append(f"{failed}; the first: row {first.row} on {short_name(first.device)}: {first.error}")
         notes += [f"* {line}" for line in self.advice]
         return page(self.summary, table([*map(_cells_of, self.devices)], nothing="-"), notes=notes)

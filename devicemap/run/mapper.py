@@ -20,11 +20,13 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
+from devicemap.compile.hints import takes
 from devicemap.compile.program import Program
 from devicemap.compile.returned import check_row_counts
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
+from devicemap.data.structure import as_nodes
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, DeviceMapError, OptionError, error_text, warn_user
 from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, Shard, short_name
@@ -94,8 +96,8 @@ class Mapper:
             )
         if self._options.batch_size is not None:
             raise OptionError(
-                f"batch_size={self._options.batch_size} inside a tf.function: chunks need eager code. Map "
-                "outside of the tf.function, or leave batch_size out"
+                f"batch_size={self._options.batch_size} inside a tf.function or Dataset.map: chunks need eager code. Map "
+                "outside of it (DeviceMap.as_dataset returns a dataset), or leave batch_size out"
             )
         return call_inside(self.program, rows)
 
@@ -154,11 +156,18 @@ class Mapper:
         if not isinstance(data, tf.data.Dataset):
             return MemorySource(data if isinstance(data, Rows) else as_rows(data), self._options.chunk_rows)
         if use != "streamed" and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+            instead = "" if self.program.reduction else ", or map it as a stream"
             raise DataError(
-                "the dataset is infinite, and its whole result would be too; take a part of it with .take(n), or map it as "
-                "a stream"
+                f"the dataset is infinite, so the call would not end; take a part of it with .take(n){instead}"
             )
-        return from_dataset(data, self._options)
+        source = from_dataset(data, self._options)
+        if not self._options.batched and takes(self.program.fn, as_nodes(data.element_spec)):
+            warn_user(
+                f"{self.program.name}: each element of the dataset is a batch for this model, but counts as one row. Set "
+                "batched=True to map the rows of batches",
+                RuntimeWarning,
+            )
+        return source
 
     def _join(self, compiled: CompiledMap, parts: list[list[Any]]) -> Any:
         with tf.device(self.program.output_device):

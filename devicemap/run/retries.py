@@ -9,7 +9,7 @@ from enum import Enum
 import tensorflow as tf
 
 from devicemap.devices import is_out_of_memory
-from devicemap.errors import DeviceMapError, brief
+from devicemap.errors import DeviceMapError, brief, is_unknown_to_xla
 from devicemap.events import Shard
 
 _TRANSIENT = (
@@ -78,12 +78,14 @@ def skip_action(error: BaseException, rows: int, chunk_rows: int, attempts: int,
 def is_of_the_row(error: BaseException) -> bool:
     """Return whether a row may be the cause of this error, so that it may be left out, and no device is at fault.
 
-    Other causes are an unavailable device, a signal, and a batch with another number of results than rows.
+    Other causes are an unavailable device, a signal, an op that XLA lacks, and a batch whose results have another number of
+    rows.
 
     >>> is_of_the_row(tf.errors.InvalidArgumentError(None, None, "")), is_of_the_row(tf.errors.UnavailableError(None, None, ""))
     (True, False)
     """
-    return isinstance(error, Exception) and not isinstance(error, tf.errors.UnavailableError | DeviceMapError)
+    of_device = isinstance(error, tf.errors.UnavailableError | DeviceMapError) or is_unknown_to_xla(error)
+    return isinstance(error, Exception) and not of_device
 
 
 def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseException) -> Shard:

@@ -17,11 +17,11 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.data.rows import HOST, Rows, as_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, DatasetSource, Source
-from devicemap.errors import FunctionError, JournalError, MissingRowsError, error_text, warn_user
+from devicemap.errors import FunctionError, JournalError, MissingRowsError, OptionError, error_text, warn_user
 from devicemap.events import Shard
 from devicemap.run.mapper import Mapper
 from devicemap.store.database import Header, StoredChunk, open_database, open_for_writing
-from devicemap.store.encoding import START_AGAIN, describe_nest, digest, encode_leaves
+from devicemap.store.encoding import START_AGAIN, WRONG_VALUES, describe_nest, digest, encode_leaves
 from devicemap.store.fingerprint import fingerprint
 
 
@@ -37,6 +37,8 @@ def write(
 
     Returns the compiled map, and the rows that failed before and do not run again.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise OptionError(f"directory={directory!r:.80}; expected a path, after the data")
     directory = Path(directory)
     rows = data if isinstance(data, tf.data.Dataset) else as_rows(data)
     source = mapper.source(rows, "written")
@@ -156,8 +158,10 @@ def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any
         what = "function or other variables" if "variable" in relevant else "function"
         if what == "function" and here["reducer"] is None:
             advice += "; if the change does not affect results, set trust_function=True (--trust-function)"
-    changes = [_change(key, there.get(key), here.get(key)) for key in found]
-    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    if relevant <= {"batch_size", "chunk_rows"} and there.get("batch_size") != here["batch_size"]:
+        advice += f"; or continue with batch_size={there.get('batch_size')!r:.20}"
+    changes = [_change(key, there.get(key), here.get(key)) for key in found if key.partition(".")[0] in relevant]
+    more = f"; and {len(changes) - 5} more" if len(changes) > 5 else ""
     raise JournalError(
         f"{directory} holds results of another {what}, of {there.get('name')!r:.100}: {'; '.join(changes[:5])}{more}. {advice}"
     )
@@ -170,7 +174,22 @@ def _change(key: str, there: Any, here: Any) -> str:
         return f"graph {number} of the function differs"
     if part in ("code.tensor", "variable"):  # a dtype, a shape and a digest
         return f"captured {part.removeprefix('code.')} {number} of {str(here or there).rpartition(' ')[0]} differs"
+    if key in ("results", "inputs"):
+        of = "results of fn" if key == "results" else "rows"
+        return f"the {of} were {_brief(there):.200} there, and are {_brief(here):.200} now"
     return f"{key} was {there!r:.200} there, and is {here!r:.200} now"
+
+
+def _brief(nest: Any) -> str:
+    """Return the text of a description of `describe_nest`, which may be damaged."""
+    with suppress(*WRONG_VALUES):
+        if "dense" in nest:
+            return f"{nest['dense']} {nest['shape']}"
+        if "dict" in nest:
+            return "{" + ", ".join(f"{key}: {_brief(part)}" for key, part in nest["dict"]) + "}"
+        if "tuple" in nest:
+            return "(" + ", ".join(map(_brief, nest["tuple"])) + ")"
+    return str(nest)
 
 
 def _check_same_rows(stored: StoredChunk, chunks: Sequence[Chunk], directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -150,18 +150,21 @@ class ParallelModel:
             rows, tolerance, seconds: as for `DeviceMap.verify`.
 
         Returns:
-            The findings. In a Sequential or functional model, outputs are named by their layer, in the order of layers.
+            The findings. In a Sequential or functional model, the first layer whose output differs, because the output of
+            each layer after it differs, too.
         """
-        model, leaves = self._model, tuple(tf.nest.flatten(data))
+        model, leaves, names = self._model, tuple(tf.nest.flatten(data)), dict[str, str]()
         if getattr(model, "inputs", None):
             layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
-            model = keras.Model(model.inputs, {f"{i}_{layer.name}": layer.output for i, layer in enumerate(layers)})
+            names = {f"{i:04}": layer.name for i, layer in enumerate(layers)}  # the order of keys is that of layers
+            model = keras.Model(model.inputs, {key: layer.output for key, layer in zip(names, layers)})
 
         def infer(*leaves: Any) -> Any:
             return model(tf.nest.pack_sequence_as(data, leaves), training=False)
 
         mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
-        return mapper.verify(leaves, rows, tolerance=tolerance, seconds=seconds)
+        verification = mapper.verify(leaves, rows, tolerance=tolerance, seconds=seconds)
+        return _of_first_layer(verification, names)
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Create the function of a loop in place of Keras, which would compile it with XLA for one device."""
@@ -270,6 +273,20 @@ class ParallelModel:
                 RuntimeWarning,
             )
         return results
+
+
+def _of_first_layer(verification: Verification, names: Mapping[str, str]) -> Verification:
+    """Return the findings of the first layer only, with its name. `names`: of the layers, by the keys of their outputs."""
+    found = next((key for key in names for each in verification.findings if f"['{key}']" in (each.output or "")), None)
+    if found is None:
+        return verification
+    path, text = f"the result['{found}']", f"the output of layer {names[found]!r}"
+    findings = tuple(
+        replace(each, output=each.output.replace(path, text), difference=each.difference.replace(path, text))
+        for each in verification.findings
+        if each.output is not None and path in each.output
+    )
+    return replace(verification, findings=findings)
 
 
 def _infer(model: Any, batch: Any) -> Any:

@@ -93,11 +93,13 @@ def test_explains_models_whose_call_has_no_argument_training(devices: list[str])
 
 
 def test_verify_names_the_first_layer_that_differs(devices: list[str]) -> None:
-    model = sequential(layers.Dense(4), layers.Lambda(lambda x: x - tf.reduce_mean(x, 0)))
+    centred = layers.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="centred")
+    model = sequential(layers.Dense(4), centred, *(layers.Dense(4) for _ in range(10)))
     model.compile("sgd", "mse", jit_compile=False)
     verification = devicemap.parallelize(model, devices).verify(X, rows=5)
     assert verification.rows == 5
-    assert str(verification.findings[0].output).startswith("the result['1_lambda")
+    assert [finding.output for finding in verification.findings] == ["the output of layer 'centred'"]
+    assert "the output of layer 'centred' has " in str(verification)
 
 
 class Contracting(layers.Layer):

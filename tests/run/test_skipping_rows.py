@@ -64,7 +64,7 @@ def test_all_other_rows_are_computed(devices: list[str], bad: list[int], batched
     assert (_failed(mapper), report.rows, report.error) == (bad, ROWS - len(bad), None)
     assert mapper.explain(X).engine == report.engine == "chunks"
     assert "\nfailing rows: left out, and listed in report.failed_rows\n" in str(mapper.explain(X))
-    assert ("failed and left out; the first: row " in str(report)) == bool(bad)
+    assert (" that failed; the first: row " in str(report)) == bool(bad)
     for failed in report.failed_rows:
         assert failed.error.startswith("InvalidArgumentError: ")
         assert "odd row" in failed.error
@@ -131,6 +131,13 @@ def _map(check: Callable[[list[int]], None], rows: int, **options: Any) -> tuple
     fn = lambda rows: tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
     mapper = devicemap.DeviceMap(fn, batched=True, on_error="skip", **options)
     return mapper(tf.range(rows)).numpy().tolist(), mapper
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_function_that_xla_cannot_compile(devices: list[str], on_error: str) -> None:
+    texts = ["1", "2", "3"]
+    with pytest.raises(FunctionError, match="XLA lacks this op, or a dtype of its tensors: leave jit_compile out"):
+        devicemap.parallel_map(tf.strings.to_number, texts, devices=devices, jit_compile=True, on_error=on_error)
 
 
 def test_a_chunk_is_halved_only_around_failing_rows() -> None:
