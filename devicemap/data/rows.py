@@ -215,7 +215,7 @@ def _convert(value: Any, path: str) -> Any:
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
         raise DataError(
-            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error!s:.200}){_hint(value)}"
+            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error!s:.500}){_hint(value)}"
         ) from error
 
 
