@@ -56,8 +56,8 @@ class FunctionError(DeviceMapError):
     shards: tuple[Shard, ...] = ()
     """The shard that failed, or all shards that may have failed if it is unknown. Empty for errors of tracing."""
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+    def __str__(self) -> str:  # Keras raises errors of TensorFlow's classes again with (node_def, op, message, code)
+        return next((text for text in self.args if isinstance(text, str)), "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the class that function_error made exists only in this process
         return failure, (str(self), self.shards)

@@ -358,6 +358,33 @@ class Sloping(keras.Model):
         return {"cost": loss}
 
 
+class Centred(layers.Layer):
+    """Adds a loss, and returns nothing."""
+
+    def call(self, x: Any) -> None:
+        self.add_loss(0.1 * tf.reduce_mean(x**2))
+
+
+class Transitions(keras.Model):
+    """Learns values of actions from batches of four tensors (Mnih et al., 2013)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.centred = dense(8, 3), Centred()
+
+    def train_step(self, data: Any) -> Any:
+        before, actions, rewards, after = data
+        wanted = rewards + 0.9 * tf.reduce_max(self.values(after), -1)
+        with tf.GradientTape() as tape:
+            values = self.values(before)
+            self.centred(values)
+            loss = tf.reduce_mean((tf.gather(values, actions, batch_dims=1) - wanted) ** 2)
+            loss += tf.add_n(self.centred.losses)
+        descend(self, tape, loss)
+        return {"cost": loss}
+
+
+TRANSITIONS = tf.data.Dataset.from_tensor_slices((X, np.arange(len(X)) % 3, X[:, 0], X[::-1])).batch(11)
 NOISE = np.cos(13 * Y)
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two forward passes": (TwoPasses, {"x": X, "y": Y}),
@@ -371,5 +398,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "inconstant": (Inconstant, {"x": X, "y": Y}),
     "in turn": (InTurn, {"x": X, "y": Y}),
     "sloping": (Sloping, {"x": X, "y": Y}),
+    "transitions": (Transitions, {"x": TRANSITIONS, "batch_size": None}),
 }
 """By name: the class of a model, and what it is fitted to."""

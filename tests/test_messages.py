@@ -486,7 +486,13 @@ def test_what_cannot_be_mapped_inside_a_function() -> None:
             DataError,
             "data cannot be mapped chunk by chunk inside a tf.function; do ",
         ),
-        ({"batch_size": 3}, X, None, OptionError, "Map outside of it (DeviceMap.as_dataset returns a dataset), or leave batch_size out"),
+        (
+            {"batch_size": 3},
+            X,
+            None,
+            OptionError,
+            "Map outside of it (DeviceMap.as_dataset returns a dataset), or ",
+        ),
         (
             {},
             tf.range(3),

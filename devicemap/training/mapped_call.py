@@ -119,8 +119,8 @@ class MappedCall:
             with forward.plain(), recomputing(forward.recomputed):
                 values = [*map(_read, self._survey.variables)] if self._runs_again else None
                 results = self._on_rows(rows, values)
-            returned = [tf.stack([count]) for count in self._counts(results)]
-            return tuple(with_row_counts_checked(results, returned, [count_rows(rows[0])], self._layer.name))
+            counts = [[count] for count in self._counts(results)]
+            return tuple(self._checked(results, counts, [count_rows(rows[0])]))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
         options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
@@ -174,8 +174,7 @@ class MappedCall:
             results, counts = zip(*lockstep.run())
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
             joined = self._joined(results)
-            returned = [tf.stack(each) for each in zip(*counts)]
-            joined = with_row_counts_checked(joined, returned, sizes, self._layer.name)
+            joined = self._checked(joined, [*zip(*counts)], sizes)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
@@ -215,6 +214,11 @@ class MappedCall:
     def _counts(self, results: Sequence[Any]) -> list[Any]:
         """Return the numbers of rows of the outputs among these results."""
         return [count_rows(leaf) for leaf in results[: len(self._passed.notes)]]
+
+    def _checked(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
+        """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
+        returned = [tf.stack(each) for each in counts]
+        return with_row_counts_checked(results, returned, sizes, self._layer.name) if returned else list(results)
 
     def _in_microbatches(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]]) -> list[Any]:
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}

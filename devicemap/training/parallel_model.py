@@ -60,6 +60,8 @@ class ParallelModel:
         """Steps whose next batch builds the model."""
         self._sizes: Counter[int] = Counter()
         """The number of training steps by their number of rows, since the last call of `fit`."""
+        self._maps_nothing = False
+        """Whether training steps call no layer on rows."""
 
     def build(self, batch: Any = None, step: str = "predict_step") -> None:
         """Build unbuilt layers, by a trace of a custom step with a batch, or otherwise of the model with its inputs."""
@@ -135,7 +137,8 @@ class ParallelModel:
         devices = self._devices
         rows = Counter(dict.fromkeys(devices, 0))
         for size, steps in self._sizes.items():
-            for device, shard in zip(devices, shard_sizes(size, len(devices))):
+            sizes = [size] if self._maps_nothing else shard_sizes(size, len(devices))
+            for device, shard in zip(devices, sizes):
                 rows[device] += shard * steps
         shares = tuple(DeviceShare(*each) for each in rows.items())
         return TrainingReport(self._model.name, self._sizes.total(), shares, self._accumulate)
@@ -246,8 +249,10 @@ class ParallelModel:
         return tuple(name for name in (step, *_MEASURES) if name in own or has_own(self._model, name))
 
     def _row_losses(self, step: str, data: Any) -> RowLosses | None:
+        if self._own_methods(step):  # which may take batches of any structure
+            return None
         _, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return None if targets is None or self._own_methods(step) else RowLosses(self._model, targets)
+        return None if targets is None else RowLosses(self._model, targets)
 
     def _step(self, name: str, data: Any) -> Any:
         """Run a step of the model on a batch, with calls of the model and its layers on all devices."""
@@ -267,9 +272,11 @@ class ParallelModel:
             with mapped, beside_variables(self._model):
                 results = step(data)
         if not forward.calls and not known and len(self._devices) > 1 and count_of(data) != 0:
+            self._maps_nothing |= name == "train_step"
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
-                "device. Let the model have the layers that it calls as attributes",
+                "device. Let the model have the layers that it calls as attributes, and call them themselves, not by "
+                "stateless_call",
                 RuntimeWarning,
             )
         return results

@@ -252,6 +252,10 @@ def add_loss(layer: Any, loss: Any) -> None:
         scope.added += [(layer, each, True) for each in tf.nest.flatten(loss)]
 
 
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
+
+
 def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
     """Call a model or layer on some rows, in a `CallScope`.
 
@@ -267,6 +271,12 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
             raise failure(
                 f"a layer changes {variable.path}, which is none of the model's variables. Neither are those of metrics and "
                 "of keras.random without a seed: use a keras.random.SeedGenerator of the layer, and pass metrics to compile"
+            )
+    for leaf in tf.nest.flatten(outputs):
+        if not tf.is_tensor(leaf) and any(map(_is_symbolic, getattr(leaf, "__dict__", {}).values())):
+            raise failure(
+                f"a layer returns an object of {type(leaf).__name__}, whose tensors cannot be gathered from several devices; "
+                "return them in a tuple, a named tuple or a dict"
             )
     flat = [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
     notes, activations = [notes_of(leaf) for leaf in flat], [*map(Activation.of, flat)]

@@ -56,7 +56,7 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     model, data = made(name, run_eagerly=eager)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        added = {"decorated": ACTIVITY, "inconstant": "mean", "in turn": "mean"}
+        added = {"decorated": ACTIVITY, "inconstant": "mean", "in turn": "mean", "transitions": "mean"}
         got = fitted(devicemap.parallelize(model, devices, added_losses=added.get(name)), data)
     assert_close(got, wanted(name))
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
@@ -127,6 +127,7 @@ def test_a_step_that_maps_nothing_warns(devices: list[str]) -> None:
     model.compile("sgd", jit_compile=False)
     with pytest.warns(RuntimeWarning, match="train_step of outside.* calls neither the model nor one of its layers"):
         devicemap.parallelize(model, devices).fit(X, Y, verbose=0)
+    assert [share.rows for share in model.report().devices] == [len(X), *[0] * (len(devices) - 1)]
 
 
 def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
@@ -193,6 +194,23 @@ def test_microbatches_need_the_step_of_keras(devices: list[str]) -> None:
     ):
         model, data = made(name)
         assert_close(fitted(devicemap.parallelize(model, devices, **options), data), wanted(name))
+
+
+class Logits:
+    """An output that Keras does not know."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_objects_that_hold_tensors_are_refused(eager: bool, devices: list[str]) -> None:
+    model, data = made("distillation")
+    model.objects = layers.Lambda(Logits)
+    model.train_step = lambda batch: {"cost": tf.reduce_mean(model.objects(batch[0]).values)}
+    model.compile(run_eagerly=eager)
+    with pytest.raises(FunctionError, match="a layer returns an object of Logits"):
+        devicemap.parallelize(model, devices).fit(**STEPS | data)
 
 
 class Applies(layers.Layer):
