@@ -93,6 +93,14 @@ def sinkhorn(images: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(u[:, None] * kernel * cost * v[None])
 
 
+def augment(image: tf.Tensor) -> tf.Tensor:
+    """Random crop, flip and brightness of an image `[32, 32, 3]`, with a seed of its own -> `[24, 24, 3]`."""
+    seed = tf.cast(1e6 * image[0, 0, :2], tf.int32)
+    image = tf.image.stateless_random_crop(image, [24, 24, 3], seed)
+    image = tf.image.stateless_random_flip_left_right(image, seed + 1)
+    return tf.image.stateless_random_brightness(image, 0.2, seed + 2)
+
+
 def jpeg(encoded: tf.Tensor) -> tf.Tensor:
     """Decode a JPEG and shrink it to `[64, 64, 3]`."""
     image = tf.io.decode_jpeg(encoded, channels=3)
@@ -213,4 +221,5 @@ def cases() -> dict[str, Case]:
             detector(lambda images: fully_convolutional(images, training=False)), constant(normal(256, 32, 32, 3))
         ),
         "attention block": Case(block, constant(normal(256, 32, 64)), by_hand=block),
+        "image augmentation": Case(augment, constant(random.random([256, 32, 32, 3]))),
     }

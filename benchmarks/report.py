@@ -132,7 +132,8 @@ def write_index(topics: Sequence[str], verdicts: Sequence[Verdict], records: Seq
     return (
         f"# Results\n\n{_machines(records)}. Written by `make bench`; `raw/` holds the output of pytest-benchmark. "
         "Results of an older commit describe the code of that commit.\n\n"
-        f"{links}\n\n## Targets\n\n{_markdown(head, rows)}\n"
+        f"{links}\n\n## Targets\n\nA ratio is to the time of the fastest other way. A ratio to base is to the time of the "
+        f"plain way of its topic, such as one graph for each batch.\n\n{_markdown(head, rows)}\n"
     )
 
 

@@ -19,7 +19,7 @@ from benchmarks.measuring import Compare, Way
 
 NAMES = (
     "ODE solver", "coupled oscillators", "stencil", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan",
-    "Keras CNN", "CNN of one image", "object detection", "attention block",
+    "Keras CNN", "CNN of one image", "object detection", "attention block", "image augmentation",
 )  # fmt: skip
 MOST = 1.05  # what the noise of a machine with few cores needs
 QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8

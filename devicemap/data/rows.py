@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from datetime import date, timedelta
+from functools import cached_property
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -36,8 +37,10 @@ class Rows:
     count: int | None
     """The number of rows; `None` if it is unknown inside a `tf.function`."""
 
-    key: Any
-    """A hashable value of the structure, and the dtype and shape of a row of each leaf. Each key needs one trace."""
+    @cached_property
+    def key(self) -> Any:
+        """A hashable value of the structure, and the dtype and shape of a row of each leaf. Each key needs one trace."""
+        return structure_key(self.structure)
 
     @property
     def specs(self) -> Any:
@@ -56,7 +59,7 @@ def as_rows(data: Any) -> Rows:
             numbers of rows, which the message lists.
     """
     if isinstance(data, tf.Tensor) and data.shape.rank:  # fast for small calls
-        return Rows(data, (data,), data.shape[0], _key(data))
+        return Rows(data, (data,), data.shape[0])
     counts: dict[str, int | None] = {}
 
     def converted(value: Any, path: str) -> Any:
@@ -86,7 +89,7 @@ def as_rows(data: Any) -> Rows:
         raise DataError(
             f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
         )
-    return Rows(structure, leaves, known.pop() if known else None, structure_key(structure))
+    return Rows(structure, leaves, known.pop() if known else None)
 
 
 def structure_key(nest: Any) -> Any:

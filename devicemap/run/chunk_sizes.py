@@ -118,7 +118,8 @@ class Throughput:
         elif rows <= quick:  # these rows are expensive
             quick = 0
         return replace(
-            self.giving_up(rows),
+            self,
+            rows_in_flight=self.rows_in_flight - rows,
             rows_per_second=smooth,
             size=size,
             best_rows_per_second=best,

@@ -202,7 +202,8 @@ class Scheduler:
         state.throughput = state.throughput.taking(queued.chunk.count)
         if not state.threads:
             state.peak_before = peak_share(name) or 0.0
-        state.queue.put(replace(queued, limit=state.throughput.limit))
+        limit = state.throughput.limit
+        state.queue.put(queued if queued.limit == limit else replace(queued, limit=limit))
         if len(state.threads) < state.running:
             state.threads.append(self._call.start_worker(state.runner, state.queue))
 
