@@ -373,6 +373,7 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "vectorize=True: an effect": (_python, X, VECTORIZED),
     "vectorize=True: an op": (lambda row: tf.unique(row).y, X, VECTORIZED),
     "vectorize=True: a write": (_counting, X, VECTORIZED),
+    "warning: batches of a dataset for a model": (MODEL, _dataset(X).batch(2, True), {"name": "model"}),
     "warning: random numbers of NumPy": (lambda n: n + np.random.randint(10), NUMBERS, {}),
     "warning: random numbers of a helper": (lambda n: _shifted(n), NUMBERS, {}),
     "warning: random numbers of Python": (lambda n: n + random.randrange(10), NUMBERS, {}),
