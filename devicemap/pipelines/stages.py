@@ -226,7 +226,9 @@ class Stage:
             except FunctionError as error:
                 original = error.__cause__ or error
                 source = f", whose data are the results of stage {self._k - 1}" if self._k else ""
-                raise function_error(f"{name}{source}: {error}", original) from original
+                text, _, _ = str(error).partition(". Set batched=False")  # stages have no such option
+                said = text.replace("with batched=True fn", "a stage")
+                raise function_error(f"{name}{source}: {said}", original) from original
         self.knows_layers = True
         if used.builds and builds:  # while Keras builds layers, it changes the training mode
             return self._trace(given, stream, builds=False)

@@ -465,7 +465,11 @@ def test_why_a_layer_fails_for_random_rows() -> None:
             "^stage 1 of 2, whose data are the results of stage 0: fn could not be traced for a batch",
         ),
         (lambda rows, more: rows, TypeError, "^stage 1 of 2, .* stage 0: .*fn takes 2 arguments"),
-        (tf.reduce_sum, FunctionError, "^stage 1 of 2, .*: the result of fn is a scalar"),
+        (
+            tf.reduce_sum,
+            FunctionError,
+            "^stage 1 of 2, .*: the result of fn is a scalar; a stage must return .* each row$",
+        ),
     ],
     ids=["fails", "shape", "arguments", "scalar"],
 )
