@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap.compile.compiled import CompiledMap
+from devicemap.compile.python_values import plain_values
 from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
 from devicemap.compile.trace import trace
@@ -241,7 +242,11 @@ class ProgramCache:
             in_place = variables_of(options.get("in_place", ()))
             relevant["in_place"] = [id(variable) for variable in in_place]
             # By identity, because __hash__ and __eq__ would call the user's code; and with types, because True == 1.
-            key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in relevant.items()))
+            key = (
+                *map(id, parts),
+                *((name, type(value), freeze(value)) for name, value in relevant.items()),
+                plain_values(fn),
+            )
             hash(key)
         except (TypeError, OptionError):  # an option that is not hashable, or not valid
             return Program(fn, options)

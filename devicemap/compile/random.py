@@ -7,22 +7,19 @@ each copy of the op. So a function with such ops is traced for each slot of each
 from __future__ import annotations
 
 import contextlib
-import dis
-import inspect
 import itertools
 import pickle
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import last_set_seed, tracing_again
+from devicemap.compile.python_values import values_in
 
 _DEFAULT = 87654321  # TensorFlow mixes it with the seed of an op if there is no global seed
 
@@ -65,7 +62,7 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
     Other generators are left out, because other threads may draw from them while `fn` is traced.
     """
     getters: list[Callable[[], Any]] = []
-    for value in _values_in(fn):
+    for value in values_in(fn):
         with contextlib.suppress(Exception):  # proxies run the user's code for any attribute
             getters.extend(_getters_of(value))
 
@@ -88,43 +85,6 @@ def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
         yield source.get_state
     elif isinstance(source, np.random.Generator):
         yield partial(getattr, source.bit_generator, "state")
-
-
-def _values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the objects to which a Python function and its callees refer.
-
-    They refer to them by global names, closures, imports, and attributes of the object of a method.
-    """
-    with contextlib.suppress(Exception):  # objects may define any attribute
-        fn = inspect.unwrap(fn) if callable(fn) else fn
-        fn = fn if hasattr(fn, "__code__") else fn.__call__
-    code = getattr(fn, "__code__", None)
-    if not inspect.iscode(code) or not depth:
-        return
-    codes = [*_codes_in(code)]
-    names = {name for each in codes for name in each.co_names}
-    values = [fn.__globals__[name] for name in names if name in fn.__globals__]
-    for each in codes:
-        imported = (line.argval for line in dis.get_instructions(each) if line.opname == "IMPORT_NAME")
-        values.extend(sys.modules[name] for name in imported if name in sys.modules)
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            values.append(cell.cell_contents)
-    if inspect.ismethod(fn):
-        for name in names:
-            value = inspect.getattr_static(fn.__self__, name, None)  # runs no code of the user
-            values.append(MethodType(value, fn.__self__) if type(value) is FunctionType else value)
-    for value in values:
-        yield np.random if value is np and "random" in names else value
-        if type(value) in (FunctionType, MethodType):  # isinstance asks a proxy for its class
-            yield from _values_in(value, depth - 1)
-
-
-def _codes_in(code: Any) -> Iterator[Any]:
-    yield code
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            yield from _codes_in(constant)
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,53 @@ def test_parallel_map_remembers_its_function() -> None:
     devicemap.parallel_map(tf.sin, X, batch_size=1)
     with pytest.raises(devicemap.errors.OptionError, match="batch_size=True"):  # which equals 1
         devicemap.parallel_map(tf.sin, X, batch_size=True)
+
+
+FACTOR = 2.0
+TRACES = 0
+
+
+class Scales:
+    """Multiplies in several ways by a number that changes."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __call__(self, row: Any) -> Any:
+        return row * self.factor
+
+    def with_helper(self, row: Any) -> Any:
+        return self(row) if self.factor else self._other(row)
+
+    def _other(self, row: Any) -> Any:
+        return row * self.factor
+
+
+def _global(row: Any) -> Any:
+    global TRACES
+    TRACES += 1
+    return _times_factor(row)
+
+
+def _times_factor(row: Any) -> Any:
+    return row * FACTOR
+
+
+@pytest.mark.parametrize("kind", ["global", "nonlocal", "object", "method", "partial"])
+def test_parallel_map_notices_other_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nonlocal_factor, scales, traces = 2.0, Scales(), TRACES
+    fn: Any = {
+        "global": _global,
+        "nonlocal": lambda row: row * nonlocal_factor,
+        "object": scales,
+        "method": scales.with_helper,
+        "partial": partial(lambda other, row: _times_factor(row), 0),
+    }[kind]
+    for factor in (2.0, 2.0, 3.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        scales.factor = nonlocal_factor = factor
+        np.testing.assert_array_equal(devicemap.parallel_map(fn, X), factor * X)
+    assert TRACES - traces == (2 if kind == "global" else 0)
 
 
 def test_a_function_that_closes_over_the_users_graph() -> None:
