@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.compile.python_values import plain_values
 from devicemap.data.rows import count_rows
 from devicemap.data.structure import freeze, map_nest
 from devicemap.errors import failure
@@ -49,10 +50,11 @@ class Reducer:
 
 
 def reducer_key(reducer: Reducer) -> Any:
-    """Return a hashable value that is equal for equal reducers."""
+    """Return a hashable value that is equal for equal reducers, whose functions use the same numbers."""
     with tf.init_scope():
         initial = map_nest(lambda leaf, _: tf.io.serialize_tensor(leaf).numpy(), reducer.initial)
-    return freeze(initial), reducer.step, reducer.merge, reducer.finish
+    functions: tuple[Any, ...] = reducer.step, reducer.merge, reducer.finish
+    return freeze(initial), functions, tuple(map(plain_values, functions))
 
 
 class Sum:
