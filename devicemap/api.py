@@ -184,10 +184,10 @@ class DeviceMap:
     def __init__(self, fn: Callable[..., Any], **options: Any):
         self._take(Program(fn, options))
 
-    def _take(self, program: Program) -> None:
+    def _take(self, program: Program, warns_of_failures: bool = False) -> None:
         self._program = program
         self._observers = Observers(program.name, program.options, program.gpus)
-        self._mapper = Mapper(program, self._observers)
+        self._mapper = Mapper(program, self._observers, warns_of_failures)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the function and the options; a copy traces again."""
@@ -209,7 +209,7 @@ class DeviceMap:
             >>> int(DeviceMap(lambda n: n * n).reduce(tf.range(4), "sum"))
             14
         """
-        mapper = Mapper(self._program.reducing(Reduction(reducer)), self._observers)
+        mapper = self._mapper.reducing(Reduction(reducer))
         if directory is not None:
             return reduce(mapper, data, directory)
         return mapper.run(data)
@@ -386,6 +386,5 @@ _remembered = ProgramCache()
 def _map_of_last_calls(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
     """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)
-    mapper._take(_remembered.program_of(fn, options))
-    mapper._mapper.warns_of_failures = True
+    mapper._take(_remembered.program_of(fn, options), warns_of_failures=True)
     return mapper

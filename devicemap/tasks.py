@@ -104,7 +104,8 @@ def parallel_tasks(
             "the call into `with tape.stop_recording():` if you need no gradients"
         )
     bar = ProgressBar(name or str(getattr(fn, "__name__", "tasks"))) if progress is True else None
-    call = _Call(fn, [*items], int(max_retries), on_error == "skip", bar or checked.progress or (lambda event: None))
+    observe = bar or (progress if callable(progress) else lambda event: None)
+    call = _Call(fn, [*items], int(max_retries), checked.skips, observe)
     return call.run(choose_devices(devices))
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,71 +23,6 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
         own.update(before)
 
 
-class Used:
-    """The Keras objects that a thread uses in a context."""
-
-    def __init__(self) -> None:
-        self.layers = list[Any]()
-        """The layers that are called."""
-        self.variables = list[Any]()
-        """The `keras.Variable`s that are read."""
-        self.losses = list[tuple[Any, Any]]()
-        """The losses that layers add, each with its layer."""
-        self.builds = False
-        """Whether layers are built."""
-
-
-_observing = threading.RLock()
-"""Held while methods of Keras's classes are replaced."""
-
-
-@contextlib.contextmanager
-def observing() -> Iterator[Used]:
-    """Return a context that records the Keras objects that this thread uses. Losses are not added to their layers.
-
-    The training mode is the same before and after the context, although Keras keeps the mode of the layer called last.
-    """
-    import keras
-
-    used, thread, scope = Used(), threading.get_ident(), _global("stateless_scope")
-    context, training = _global("current_call_ctx"), is_training()
-    layer_class: Any = keras.Layer
-    variable_class: Any = next(each for each in keras.Variable.__mro__ if "value" in vars(each))
-    with _observing:
-        call, add_loss, value = layer_class.__call__, layer_class.add_loss, variable_class.value
-
-        @functools.wraps(call)  # AutoGraph does not convert functions of Keras's modules
-        def observed_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return call(layer, *args, **kwargs)
-            used.layers.append(layer)
-            used.builds |= not layer.built
-            of_class = functools.partial(type(layer).add_loss, layer)
-            with replacing(layer, **({"add_loss": of_class} if "add_loss" in vars(layer) else {})):  # by `parallelize`
-                return call(layer, *args, **kwargs)
-
-        @functools.wraps(add_loss)
-        def observed_loss(layer: Any, loss: Any) -> None:
-            if threading.get_ident() != thread or _global("stateless_scope") is not scope:  # in a call that builds
-                add_loss(layer, loss)
-            else:
-                used.losses.extend((layer, each) for each in tf.nest.flatten(loss))
-
-        def observed_value(variable: Any) -> Any:
-            if threading.get_ident() == thread:
-                used.variables.append(variable)
-            return value.fget(variable)
-
-        layer_class.__call__, layer_class.add_loss = observed_call, observed_loss
-        variable_class.value = property(observed_value)
-        try:
-            yield used
-        finally:
-            layer_class.__call__, layer_class.add_loss, variable_class.value = call, add_loss, value
-            if context is not None:
-                context.training = training
-
-
 def layers_of(model: Any) -> list[Any]:
     """Return the layers in a model or layer at any depth, including itself; an empty list for other objects."""
     return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
@@ -99,6 +31,12 @@ def layers_of(model: Any) -> list[Any]:
 def sublayers_of(layer: Any) -> list[Any]:
     """Return the direct sublayers of a layer."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def states_of(layer: Any) -> list[Any]:
+    """Return the variables in a layer that were not made to be trained. Frozen weights are not among them."""
+    weights = {id(variable) for each in layers_of(layer) for variable in each._trainable_variables}
+    return [variable for variable in layer.variables if id(variable) not in weights]
 
 
 def batch_norms_of(model: Any) -> list[Any]:
@@ -262,60 +200,6 @@ def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextli
 def forget_functions(model: Any) -> None:
     """Let a model's `fit`, `evaluate` and `predict` retrace their steps."""
     model.train_function = model.test_function = model.predict_function = None
-
-
-def is_training() -> Any:
-    """Return the `training` of the Keras layer that is being called, which may be a tensor; `None` without one."""
-    return getattr(_global("current_call_ctx"), "training", None)
-
-
-def may_train() -> bool:
-    """Whether the Keras layer that is being called is in training mode, or a tensor decides that."""
-    training = is_training()
-    return tf.is_tensor(training) or bool(training)
-
-
-def in_inference() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the layers that the current layer calls are in inference mode by default."""
-    context = _global("current_call_ctx")
-    return contextlib.nullcontext() if context is None else replacing(context, training=False)
-
-
-@functools.cache
-def _step() -> Any:
-    import keras
-
-    class Step(keras.layers.Layer):
-        def call(self, unused: Any, run: Callable[[], None], training: Any = None) -> None:
-            run()
-
-    return Step(autocast=False, dtype="float32")
-
-
-def in_training(function: Callable[[], Any]) -> Any:
-    """Return the result of a function in which layers are in training mode."""
-    results, failed = list[Any](), list[Exception]()
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except Exception as error:  # Keras would add the arguments of `Step` to the message
-            failed.append(error)
-
-    _step()(tf.zeros([]), run=run, training=True)
-    if failed:
-        raise failed[0]
-    return results[0]
-
-
-def is_stateless() -> bool:
-    """Whether a `keras.StatelessScope` of this thread gives variables other values."""
-    return _global("stateless_scope") is not None
-
-
-def _global(name: str) -> Any:
-    state = sys.modules.get("keras.src.backend.common.global_state")
-    return state.get_global_attribute(name) if state else None
 
 
 def stored_in(variable: Any) -> Any:

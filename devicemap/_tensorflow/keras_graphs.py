@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private
-from devicemap._tensorflow.keras import _global, is_stateless, layers_of, may_train
+from devicemap._tensorflow.keras import layers_of
+from devicemap._tensorflow.keras_calls import _global, is_stateless, may_train
 
 _variables = Private("keras.src.backend.common.variables", "AutocastScope")
 

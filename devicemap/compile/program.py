@@ -133,6 +133,11 @@ class Program:
                     lambda stream: trace(fn(), specs, options, stream, reduction, own_rows),  # must not refer to `self`
                     self.name,
                 )
+                if options.skips and compiled.traced.audit.ordered:
+                    raise OptionError(
+                        "on_error='skip' and a fn that writes variables in row order: a row that fails may have written "
+                        "already; use assign_add, or return the new value"
+                    )
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
                 known = self._compiled_in_graph()

@@ -44,8 +44,9 @@ class Reduction:
         self._reducer = reducer if isinstance(reducer, Reducer) else as_nodes(reducer)
         if isinstance(reducer, Reducer):
             for name in ("step", "merge", "finish"):
-                if not callable(getattr(reducer, name)):
-                    raise OptionError(f"{name}={getattr(reducer, name)!r} of a Reducer; expected a function")
+                function = getattr(reducer, name)
+                if not callable(function) or type(function).__hash__ is None:
+                    raise OptionError(f"{name}={function!r} of a Reducer; expected a function, or a hashable object")
         elif not all(isinstance(leaf, str) and leaf in AGGREGATES for leaf in tf.nest.flatten(reducer) or [None]):
             raise OptionError(
                 f"reducer={reducer!r:.80}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, "

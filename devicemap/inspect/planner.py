@@ -18,6 +18,7 @@ from devicemap.data.rows import any_rows, as_rows
 from devicemap.data.sources import from_dataset
 from devicemap.data.structure import map_nest
 from devicemap.errors import DataError
+from devicemap.events import Shard
 from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
@@ -79,8 +80,8 @@ def explain_call(program: Program, data: DataSpec) -> Plan:
     """Return the plan of a call on data of these specs. It traces the function if no call did so before."""
     compiled, options = program.compiled_for(data), program.options
     traced = compiled.traced
-    # A call on an unknown number of rows has a shard for each slot.
-    shards = () if data.chunks else compiled.shards(len(compiled.slots) if data.rows is None else data.rows)[0]
+    unknown = [Shard(slot, 0, 0) for slot in compiled.slots]  # a shard for each slot
+    shards = () if data.chunks else unknown if data.rows is None else compiled.shards(data.rows)[0]
     used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     flights, gpus = in_flight(compiled, options.prefetch), program.gpus
 

@@ -183,7 +183,7 @@ class Observers(CallObservers):
     def _observers(self) -> tuple[_Observer, ...]:
         """Return the observers besides the recorder."""
         progress = self._options.progress
-        return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
+        return (ProgressBar(self._name),) if progress is True else (progress,) if callable(progress) else ()
 
 
 def _report_of_graph(

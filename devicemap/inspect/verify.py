@@ -126,13 +126,14 @@ def verify(
     compiled, count = program.compiled_for(some), some.count or 0
     run = _on_one_device(program, compiled, some)
     alone, failed = _run_single_rows(run, count, math.inf if seconds is None else _SINGLE_ROWS_SHARE * seconds)
-    tried, kept = len(alone) + len(failed), [*range(len(alone) + len(failed))]
+    tried = len(alone) + len(failed)
+    kept = [*range(tried)]
     if tried < count:
         warn_user(
             f"{program.name}: verify compares {tried} of {count} rows, because fn is slow. Pass seconds=None for all rows",
             RuntimeWarning,
         )
-    left_out = len(failed) if program.options.on_error == "skip" and alone else 0
+    left_out = len(failed) if program.options.skips and alone else 0
     if left_out:
         kept, failed = [*alone], {}
     results: dict[str, list[Any]] = {}
@@ -193,8 +194,8 @@ def _differences(
     meanings = dict(_MEANINGS)
     if compiled.traced.vectorized:
         meanings["one by one"] += ", which vectorize=False keeps the same for all numbers of rows"
-    paths = tf.nest.flatten(map_nest(lambda _, path: path, compiled.pack(wanted), "the result"))
-    for i, (path, leaf) in enumerate(zip(paths, wanted)):
+    paths = tf.nest.flatten(map_nest(lambda _, path: path, compiled.traced.structure, "the result"))
+    for i, (path, leaf) in enumerate(zip(paths, wanted, strict=True)):
         relative = usual_tolerance(leaf.dtype, compiled.devices) if tolerance is None else tolerance
         for mode, meaning in meanings.items():
             if mode in results and (found := find_difference(path, results[mode][i], leaf, relative)):

@@ -11,7 +11,8 @@ function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.hints import takes
 from devicemap.compile.program import Program
+from devicemap.compile.reduction import Reduction
 from devicemap.compile.returned import check_row_counts
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.shards import join
@@ -46,12 +48,16 @@ _stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
 class Mapper:
     """Calls of one program."""
 
-    def __init__(self, program: Program, observers: CallObservers):
+    def __init__(self, program: Program, observers: CallObservers, warns_of_failures: bool = False):
+        """`warns_of_failures`: whether calls warn of rows that failed, because the caller has no report."""
         self.program = program
         self._observers = observers
         self._options = program.options
-        self.warns_of_failures = False
-        """Whether calls warn of rows that failed, because the caller has no report."""
+        self._warns_of_failures = warns_of_failures
+
+    def reducing(self, reduction: Reduction) -> Mapper:
+        """Return the same mapper with its results reduced."""
+        return Mapper(self.program.reducing(reduction), self._observers, self._warns_of_failures)
 
     @tf.autograph.experimental.do_not_convert  # tracing converts `fn` itself
     def run(self, data: Any) -> Any:
@@ -109,18 +115,18 @@ class Mapper:
     def _collect(self, source: Source, compiled: CompiledMap) -> Any:
         """Map over a source in chunks, and return the results of all chunks, joined or merged in order."""
         if compiled.traced.reduction is not None:
-            results = self.chunks(source, compiled, window=self._window(compiled))
-            return compiled.pack_states(state for result in results for state in result.parts)
+            with closing(self.chunks(source, compiled, window=self._window(compiled))) as results:
+                return compiled.pack_states(state for result in results for state in result.parts)
         parts = [part for result in self.chunks(source, compiled) for part in result.parts]
         return self._join(compiled, parts) if parts else compiled.pack_no_rows()
 
     @tf.autograph.experimental.do_not_convert
-    def stream(self, data: Any) -> Iterator[Any]:
+    def stream(self, data: Any) -> Generator[Any]:
         """Yield the results of chunks, with bounded memory."""
         source = self.source(data, "streamed")
         compiled, in_order = self.program.compiled_for(source), self._options.deterministic
 
-        def chunks() -> Iterator[Any]:
+        def chunks() -> Generator[Any]:
             for result in self.chunks(source, compiled, window=self._window(compiled), deterministic=in_order):
                 if not result.parts:  # all of its rows failed
                     continue
@@ -182,7 +188,7 @@ class Mapper:
         deterministic: bool = True,
         keep: Callable[[Chunk, list[Any]], None] | None = None,
         leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None,
-    ) -> Iterator[ChunkResult]:
+    ) -> Generator[ChunkResult]:
         """Yield the results of all chunks.
 
         Args:
@@ -193,11 +199,6 @@ class Mapper:
             keep: callback of a worker for a chunk and its results, which are then not yielded.
             leave_out: callback of a worker for a row that is left out: the row as a chunk, its device and its error.
         """
-        if self._options.skips and compiled.traced.audit.ordered:
-            raise OptionError(
-                "on_error='skip' and a fn that writes variables in row order: a row that fails may have written already; use "
-                "assign_add, or return the new value"
-            )
         cancellation, failures = Cancellation(), _Failures()
         functions = compiled.chunk_functions(cancellation)
         runners = [
@@ -226,7 +227,7 @@ class Mapper:
                 yield from run_chunks(source, runners, options, throughput)
         finally:
             # A warning in the scheduler's thread would not name a line of the user's program.
-            for message in failures.messages(rows=self.warns_of_failures):
+            for message in failures.messages(rows=self._warns_of_failures):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
 
     def _runner(
@@ -268,32 +269,31 @@ def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
 
 
 class _Failures:
-    """The devices that were lost and the rows that failed in a call."""
+    """The devices that were lost and the rows that failed in a call. It keeps texts, because events refer to tensors."""
 
     def __init__(self) -> None:
-        self._lost: list[DeviceLost] = []
-        self._rows: list[RowFailed] = []
+        self._lost: list[str] = []
+        self._rows, self._first_row = 0, ""
         self._succeeded = False
 
     def add(self, event: Event) -> None:
         """Record an event of the call."""
         if isinstance(event, DeviceLost):
-            self._lost.append(event)
+            self._lost.append(
+                f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
+                f"{error_text(event.error)}"
+            )
         elif isinstance(event, RowFailed):
-            self._rows.append(event)
+            self._rows += 1
+            self._first_row = self._first_row or f"{event.shard}: {error_text(event.error)}"
         elif isinstance(event, ChunkFinished):
             self._succeeded = True
 
     def messages(self, rows: bool) -> list[str]:
         """Return warnings for lost devices and, with `rows` or if no chunk succeeded, for rows that failed."""
-        messages = [
-            f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
-            f"{error_text(event.error)}"
-            for event in self._lost
-        ]
+        messages = list(dict.fromkeys(self._lost))
         if self._rows and (rows or not self._succeeded):
-            count, first = len(self._rows), self._rows[0]
-            failed = "1 row failed and is" if count == 1 else f"{count} rows failed and are"
+            failed = "1 row failed and is" if self._rows == 1 else f"{self._rows} rows failed and are"
             everything = "" if self._succeeded else "all "
-            messages.append(f"{everything}{failed} left out; the first: {first.shard}: {error_text(first.error)}")
-        return list(dict.fromkeys(messages))
+            messages.append(f"{everything}{failed} left out; the first: {self._first_row}")
+        return messages

@@ -21,7 +21,8 @@ from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import keep_alive, with_captures
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, stored_in
+from devicemap._tensorflow.keras_calls import is_training
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states

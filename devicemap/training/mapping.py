@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap._tensorflow.keras import is_stateless, replacing, stored_in
+from devicemap._tensorflow.keras import replacing, stored_in
+from devicemap._tensorflow.keras_calls import is_stateless
 from devicemap.errors import DataError
 from devicemap.training.forward import ForwardPass
 from devicemap.training.mapped_call import MappedCall

@@ -150,8 +150,13 @@ def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
         return without_state(sublayers_of(model)) if recompute else []
     if isinstance(recompute, str) or not isinstance(recompute, Sequence):
         raise OptionError(f"recompute={recompute!r}; expected True, False, or a list of names of layers")
-    layers = {layer.name: layer for layer in layers_of(model)[1:]}
-    for name in recompute:
-        if name not in layers:
-            raise OptionError(f"recompute has {name!r}; the layers of {model.name} are {', '.join(layers)}")
-    return without_state([layers[name] for name in recompute])
+    layers, found = layers_of(model)[1:], list[Any]()
+    for name in dict.fromkeys(recompute):
+        named = [layer for layer in layers if layer.name == name]
+        if not named:
+            names = ", ".join(dict.fromkeys(layer.name for layer in layers))
+            raise OptionError(f"recompute has {name!r}; the layers of {model.name} are {names}")
+        if not (stateless := without_state(named)):
+            raise OptionError(f"recompute has {name!r}, which has variables that it may change in a call; leave it out")
+        found += stateless
+    return found

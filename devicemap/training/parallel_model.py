@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -60,6 +60,8 @@ class ParallelModel:
         """Steps whose next batch builds the model."""
         self._sizes: Counter[int] = Counter()
         """The number of training steps by their number of rows, since the last call of `fit`."""
+        self._begins = False
+        """Whether the next step is the first one of `fit`."""
         self._maps_nothing = False
         """Whether training steps call no layer on rows."""
 
@@ -171,8 +173,7 @@ class ParallelModel:
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Create the function of a loop in place of Keras, which would compile it with XLA for one device."""
-        if name == "make_train_function":
-            self._sizes.clear()
+        self._begins |= name == "make_train_function"
         made = name.removeprefix("make_")
         step = made.replace("function", "step")
         if getattr(vars(self._model).get(step), "func", None) != self._step:
@@ -200,6 +201,9 @@ class ParallelModel:
         specs = getattr(batches, "element_spec", None)  # Keras weights some means by static numbers of rows
         if any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(specs)):
             specs = None
+        if step == "train_step" and self._begins and not isinstance(batches, Generator):  # from `train_on_batch`
+            self._sizes.clear()
+            self._begins = False
         results = []
         for batch in map(_without_optionals, islice(iter(batches), self._model.steps_per_execution)):
             self.build(batch, step)

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradient_links import added, linked
-from devicemap._tensorflow.keras import is_seed, replacing, sublayers_of
+from devicemap._tensorflow.keras import is_seed, replacing, states_of, sublayers_of
 from devicemap.compile.audit import audit
 from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
@@ -103,7 +103,7 @@ def without_state(layers: Sequence[Any]) -> list[Any]:
     """Return the layers that change only seeds in a call. Other layers are replaced by such sublayers."""
     found = []
     for layer in layers:
-        keeps = all(map(is_seed, layer.non_trainable_variables))
+        keeps = all(map(is_seed, states_of(layer)))
         found += [layer] if keeps else without_state(sublayers_of(layer))
     return found
 

@@ -11,16 +11,8 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import holds_gradients
-from devicemap._tensorflow.keras import (
-    batch_norms_of,
-    in_inference,
-    is_seed,
-    layers_of,
-    may_train,
-    moments_by,
-    moving_averages_of,
-    stored_in,
-)
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, layers_of, moments_by, moving_averages_of, stored_in
+from devicemap._tensorflow.keras_calls import in_inference, may_train
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups

@@ -108,7 +108,7 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
     (lambda s: tf.unique(tf.strings.bytes_split(s))[0], TEXT, "StringSplit has no vectorised form"),
     (lambda r: tf.numpy_function(np.sin, [r], tf.float32), VECTORS, "PyFunc acts once per row"),
     (lambda r: tf.RaggedTensor.from_tensor(r[None]), VECTORS, "ragged or sparse"),
-    (lambda r: tf.reduce_sum(r), RAGGED, "ragged or sparse"),
+    (lambda r: tf.reduce_sum(r), RAGGED, "differ in shape"),
 ]
 
 

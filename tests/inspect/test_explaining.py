@@ -126,6 +126,14 @@ def test_rows_of_devices(rows: int | None, by_device: list[int | None]) -> None:
     assert f"{'an unknown number of' if rows is None else rows} rows on 3 devices" in str(plan)
     (device,) = _mapper("loop", ["CPU:1"], batch_size=2, prefetch=1).explain(X).devices
     assert device.chunks_in_flight == 1  # although each core of a CPU could take a chunk
+    shards = [
+        [
+            device.shards
+            for device in devicemap.DeviceMap(tf.identity, devices=WORKERS, vectorize=False).explain(spec).devices
+        ]
+        for spec in (tf.TensorSpec([None, 3]), tf.TensorSpec([1000, 3]))
+    ]
+    assert shards[0] == shards[1]
     (captured,) = _mapper("loop", ["CPU:0"]).explain(X).captured
     assert captured.handling is Handling.IN_PLACE
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from histories import history
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import devicemap
 from devicemap.inspect.recorder import ProgressBar
 from devicemap.types import CallFinished, Event
 
@@ -73,6 +75,20 @@ SHOWN = {  # events, and the last line
     "unknown number": (UNKNOWN[:-2], r"20/\? rows"),
     "unknown number, finished": (UNKNOWN, "30/30 rows"),
 }
+
+
+class Log(list[Any]):
+    """An empty list is false."""
+
+    def __call__(self, event: Any) -> None:
+        self.append(event)
+
+
+def test_a_log_that_is_empty_gets_events() -> None:
+    logs = Log(), Log()
+    devicemap.parallel_map(tf.identity, tf.range(3), progress=logs[0])
+    devicemap.parallel_tasks(abs, [1, 2], progress=logs[1])
+    assert all(logs)
 
 
 @pytest.mark.parametrize("name", SHOWN)

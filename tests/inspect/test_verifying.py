@@ -88,6 +88,8 @@ def test_results_that_differ(name: str) -> None:
     assert modes(lambda batch: (batch * 2, fn(batch)), batched=True) == {"the result[1]": mode}
     if mode == "again":
         assert modes(fn) == {"the result": mode}
+        as_list = {"fn_output_signature": {"a": [tf.float32] * 2}}
+        assert modes(lambda row: {"a": [row, fn(row[None])[0]]}, **as_list) == {"the result['a'][1]": mode}
 
 
 def test_state_that_fn_writes() -> None:

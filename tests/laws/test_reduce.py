@@ -246,8 +246,17 @@ def test_traced_once_for_all_calls() -> None:
     assert len(traces) == 1
 
 
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, state: Any, row: Any) -> Any:
+        return state + row
+
+
 @pytest.mark.parametrize(
-    "reducer", ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None)], ids=lambda reducer: str(reducer)[:10]
+    "reducer",
+    ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None), Reducer(0, Unhashable(), max)],
+    ids=lambda reducer: str(reducer)[:10],
 )
 def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
     with pytest.raises(OptionError, match=r"sum|step"):
@@ -272,6 +281,19 @@ def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
 def test_results_that_cannot_be_reduced(fn: Any, reducer: Any, word: str, options: dict[str, Any]) -> None:
     with pytest.raises(FunctionError, match=word):
         parallel_reduce(fn, tf.constant([1.0, 2.0]), reducer, devices=TWO, **options)
+
+
+def test_a_merge_that_fails_ends_the_call(no_thread_stays: None) -> None:
+    def merge(state: Any, other: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_less(other, 6.0, "large")]):
+            return state + other
+
+    reducer = Reducer(0.0, lambda state, row: state + row, merge)
+    mapper = DeviceMap(tf.identity, devices=TWO, batch_size=1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="large") as raised:
+        mapper.reduce(tf.range(400.0), reducer)
+    assert raised.value.__traceback__ is not None  # which refers to the frames of the call
+    assert mapper.report.error is not None
 
 
 def _one_less(rows: Any) -> Any:

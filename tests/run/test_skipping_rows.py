@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sqlite3
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -94,9 +96,26 @@ def test_events_and_a_warning() -> None:
     message = r"^mine: 2 rows failed and are left out; the first: row [34] on CPU:.: Invalid"
     with pytest.warns(RuntimeWarning, match=message):
         devicemap.parallel_map(_checked([3, 4]), X, on_error="skip", name="mine", progress=events.append)
+    with pytest.warns(RuntimeWarning, match=message):
+        devicemap.parallel_reduce(_checked([3, 4]), X, "sum", on_error="skip", name="mine")
     failed = [event.shard for event in events if isinstance(event, RowFailed)]
     assert sorted((shard.start, shard.stop) for shard in failed) == [(3, 4), (4, 5)]
     assert any(isinstance(event, ChunkFailed) for event in events)
+
+
+def test_a_stream_keeps_no_errors_of_rows() -> None:
+    """They would refer to the rows and results of their chunks."""
+    errors: list[weakref.ref[BaseException]] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, RowFailed):
+            errors.append(weakref.ref(event.error))
+
+    mapper = devicemap.DeviceMap(_checked([*range(0, ROWS, 2)]), batch_size=2, on_error="skip", progress=observe)
+    for _ in mapper.stream(X):
+        gc.collect()
+    assert len(errors) == ROWS // 2
+    assert sum(error() is not None for error in errors) <= 4
 
 
 def test_where_rows_cannot_be_left_out() -> None:
@@ -106,8 +125,10 @@ def test_where_rows_cannot_be_left_out() -> None:
     with pytest.raises(OptionError, match=r"a GradientTape is recording, .* on_error"), tf.GradientTape():
         mapper(X)
     total = tf.Variable([0.0, 0.0])
-    with pytest.raises(OptionError, match="on_error='skip' and a fn that writes variables in row order"):
-        devicemap.DeviceMap(lambda row: total.assign(total * 2.0 + row), on_error="skip")(X)
+    ordered = devicemap.DeviceMap(lambda row: total.assign(total * 2.0 + row), on_error="skip")
+    for use in (ordered, ordered.stream, ordered.explain):
+        with pytest.raises(OptionError, match="on_error='skip' and a fn that writes variables in row order"):
+            use(X)
     with pytest.raises(OptionError, match="on_error='ignore'; expected 'raise' or 'skip'"):
         devicemap.parallel_map(_checked([]), X, on_error="ignore")
     broken = tf.data.Dataset.from_tensor_slices(tf.range(9)).map(lambda n: 1 // (n - 5))
