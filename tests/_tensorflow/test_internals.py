@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 from devicemap._tensorflow import runtime, usable
 from devicemap._tensorflow.calls import begin_backward_on, prepare_gradient
@@ -23,6 +25,7 @@ from devicemap._tensorflow.functions import (
 )
 from devicemap._tensorflow.gradient_links import fanned_out, redirecting
 from devicemap._tensorflow.gradients import differentiate_freely, holds_gradients, order_of_gradients
+from devicemap._tensorflow.keras import is_seed, states_of
 from devicemap._tensorflow.pfor import of_all_rows
 from devicemap._tensorflow.runtime import allocator_bytes, run_beside_inputs
 
@@ -299,3 +302,14 @@ def test_ops_beside_their_inputs() -> None:
     found: list[list[str]] = []
     np.testing.assert_equal(call(X).numpy(), np.full_like(X, 7.0))
     assert found == [["", devices[1], devices[1]], [devices[0]]]
+
+
+def test_frozen_weights_are_no_states() -> None:
+    """`recompute` leaves out layers with states."""
+    dense, adapted, norm, dropout = layers.Dense(2), layers.Dense(2), layers.BatchNormalization(), layers.Dropout(0.5)
+    keras.Sequential([keras.Input([3]), dense, adapted, norm, dropout])
+    adapted.enable_lora(1)
+    dense.trainable = norm.trainable = False
+    assert [states_of(dense), states_of(adapted)] == [[], []]
+    assert states_of(norm) == [norm.moving_mean, norm.moving_variance]
+    assert [is_seed(state) for state in states_of(dropout)] == [True]
