@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import tensorflow as tf
 
@@ -31,13 +31,6 @@ from devicemap.inspect.verify import Verification, verify
 from devicemap.run.mapper import Mapper
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import reduce, write
-
-CallableT = TypeVar("CallableT", bound=Callable[..., Any])
-
-
-def _no_autograph(function: CallableT) -> CallableT:
-    """Exclude a function from autograph inside a user's `tf.function`. Tracing converts `fn` itself."""
-    return cast(CallableT, tf.autograph.experimental.do_not_convert(function))
 
 
 def parallel_map(
@@ -257,7 +250,12 @@ class DeviceMap:
             return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
 
         dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
-        return dataset.map(_no_autograph(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
+
+        @tf.autograph.experimental.do_not_convert
+        def packed(*leaves: Any) -> Any:
+            return as_objects(tf.nest.pack_sequence_as(spec, leaves))
+
+        return dataset.map(packed)
 
     @property
     def report(self) -> Report | None:
@@ -382,7 +380,7 @@ class DeviceMap:
 _remembered = ProgramCache()
 
 
-@_no_autograph
+@tf.autograph.experimental.do_not_convert
 def _map_of_last_calls(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
     """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)

@@ -137,7 +137,7 @@ def without_escape_codes(text: str) -> str:
     return _ESCAPE_CODES.sub("", text)
 
 
-def warn_user(message: str, category: type[Warning]) -> None:
+def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Warn at the line of the user's code that called devicemap."""
     modules = filter(None, map(sys.modules.get, ("devicemap", "tensorflow", "keras")))
     libraries = *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in modules), contextlib.__file__

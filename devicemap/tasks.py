@@ -159,7 +159,6 @@ class _Call:
                 warn_user(
                     "a task set the global seed, by tf.random.set_seed or keras.utils.set_random_seed. All threads draw from "
                     "it, in an order that changes from run to run. Give seeds to initializers, layers and generators",
-                    RuntimeWarning,
                 )
             return results
         except BaseException as raised:

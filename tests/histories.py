@@ -104,7 +104,7 @@ def one_graph(rows: Sequence[int], seconds: float) -> list[Event]:
 
 def report_of(events: Iterable[Event], engine: str = "chunks", gpus: Any = (), **facts: Any) -> Report:
     """The report of a call with these events; `facts` are those of a `Recorder`."""
-    recorder = Recorder(dict(gpus), engine=engine, **{"traces": None, **facts})
+    recorder = Recorder(dict(gpus), engine=engine, **{"traces": 1, **facts})
     for event in events:
         recorder(event)
     return recorder.report()

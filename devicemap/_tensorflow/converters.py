@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.control_flow import CONTROL_FLOW
+from devicemap._tensorflow.gradients import COMPUTES_VECTORS
 from devicemap._tensorflow.indexing import (
     LISTS,
     convert_gather_nd,
@@ -213,10 +213,10 @@ def convert_depthwise(given: Any) -> Any:
     return by_merging(batch, shared)(given)
 
 
-def convert_decomposition(given: Any, vectors: str) -> Any:
+def convert_decomposition(given: Any) -> Any:
     """Decompose matrices. Without vectors, TensorFlow leaves the other results undefined; they are empty here."""
     values, *others = run_again(given.op, [given.stacked_input(0)])
-    if given.get_attr(vectors):
+    if given.get_attr(COMPUTES_VECTORS[given.op_type]):
         return wrap_stacked([values, *others])
     return [pfor.wrap(values, True), *(pfor.wrap(tf.zeros([0], other.dtype), False) for other in others)]
 
@@ -281,25 +281,20 @@ CONVERTERS: dict[str, Converter] = {
     **_all("LowerBound UpperBound", convert_bound),
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,
-    "CumulativeLogsumexp": by(for_all_rows, axes),
-    "Eig": partial(convert_decomposition, vectors="compute_v"),
+    **_all("CumulativeLogsumexp ReduceJoin", by(for_all_rows, axes)),
+    **_all("DecodeCSV Substr TopKV2", by(for_all_rows, shared)),
+    **_all(" ".join(COMPUTES_VECTORS), convert_decomposition),
     "FusedBatchNormV3": convert_batch_normalization,
     "GatherNd": convert_gather_nd,
     "L2Loss": convert_l2_loss,
     **_all("LookupTableFindV2 ResourceGather ResourceGatherNd", convert_lookup),
     "LookupTableSizeV2": convert_shared,
-    "DecodeCSV": by(for_all_rows, shared),
-    "ReduceJoin": by(for_all_rows, axes),
     "Roll": convert_roll,
     "ScatterNd": by(indices_with_row, for_all_rows, shape_with_rows),
     "Select": convert_select,
-    "SelfAdjointEigV2": partial(convert_decomposition, vectors="compute_v"),
     "Size": convert_size,
     "Slice": convert_slice,
-    "Substr": by(for_all_rows, shared),
-    "TopKV2": by(for_all_rows, shared),
     "Squeeze": convert_squeeze,
     "StridedSlice": convert_strided_slice,
-    "Svd": partial(convert_decomposition, vectors="compute_uv"),
 }
 """By type of op."""

@@ -12,12 +12,10 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private, usable, with_fallback
 from devicemap._tensorflow.functions import functions_by_name
+from devicemap._tensorflow.gradients import _operations, _registry, _resources
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
-_operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
-_registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
-_resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
 
 
 class Lookups(Enum):

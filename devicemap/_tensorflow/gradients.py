@@ -108,7 +108,7 @@ def _remove_colocation(op: Any) -> None:
         op._clear_attr("_class")
 
 
-_COMPUTES_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
+COMPUTES_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
 """An attribute of each decomposition. If it is false, the results after the first one are undefined."""
 
 
@@ -121,7 +121,7 @@ def differentiate_values_alone(graph: Any) -> None:
     """
     with _mending:
         for op in _ops_of(graph):
-            if op.type not in _COMPUTES_VECTORS or op.get_attr(_COMPUTES_VECTORS[op.type]):
+            if op.type not in COMPUTES_VECTORS or op.get_attr(COMPUTES_VECTORS[op.type]):
                 continue
             consumers = op.outputs[0].consumers()
             if any(each.type == "IdentityN" and each._gradient_function for each in consumers):

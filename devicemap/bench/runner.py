@@ -144,7 +144,6 @@ def benchmark(
             warn_user(
                 f"{result.name}: one device and all devices map {used} of {count} rows, because fn is slow. Raise seconds for "
                 "more rows",
-                RuntimeWarning,
             )
         some = first_rows(rows, used)
         measure("eager", some if program.options.batched else first_rows(some, _ROWS_IN_EAGER_CODE))

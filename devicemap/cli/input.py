@@ -143,7 +143,7 @@ def _count_records(name: str) -> int:
         with opened(name, "rb") as file:
             while header := file.read(12):
                 if len(header) < 12:
-                    warn_user(f"{name} was cut inside the header of its last record, which is lost", RuntimeWarning)
+                    warn_user(f"{name} was cut inside the header of its last record, which is lost")
                     break
                 count += 1
                 file.seek(int.from_bytes(header[:8], "little") + 4, os.SEEK_CUR)

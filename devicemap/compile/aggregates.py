@@ -105,7 +105,7 @@ class Mean(Sum):
 
     def merged(self, states: Any, counts: Any) -> Any:
         if self.dtype.is_integer:
-            return tf.reduce_sum(states, 0)
+            return super().merged(states, counts)
         shares = tf.math.divide_no_nan(tf.cast(counts, tf.float64), tf.cast(tf.reduce_sum(counts), tf.float64))
         shares = tf.reshape(shares, tf.concat([tf.shape(counts), tf.ones([tf.rank(states) - 1], tf.int32)], 0))
         return tf.reduce_sum(states * tf.cast(shares, states.dtype), 0)

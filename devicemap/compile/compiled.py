@@ -78,7 +78,7 @@ class CompiledMap:
         self._taping = threading.Lock()
         self.shards = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
         """Returns the shards of a call on a number of rows, and the `sizes` that the graph for it takes."""
-        self._invoker = Invoker(is_steady(self.traced.function))
+        self._invoker = Invoker(is_steady(self.traced.user_function))
 
     def graph(self, spec: CallSpec) -> Any:
         """Return the `ConcreteFunction` of a call. `CallGraphBuilder.build` describes its arguments and results.

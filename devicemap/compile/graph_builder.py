@@ -66,22 +66,22 @@ class CallGraphBuilder:
 
     @property
     def stays_whole(self) -> bool:
-        """Whether the graph must not be inlined into the user's function.
-
-        Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
-        edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are). In an inlined graph,
-        Grappler's constant folding makes gradients of vectorised loops fail
-        (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
-
-        A graph with a loop returns the handles that the gradient of the loop takes. If it stays whole, the placer cannot have
-        some of them on GPUs and others on a CPU (test_gradients_are_those_of_the_serial_map on GPUs).
-        """
+        """Whether the graph must not be inlined into the user's function."""
+        audit = self.traced.audit
+        # A graph with a loop returns the handles that the gradient of the loop takes. If it stays whole, the placer cannot
+        # have some of them on GPUs and others on a CPU (test_gradients_are_those_of_the_serial_map on GPUs).
         captured = [capture.device for capture in self.traced.captures if capture.dtype == tf.resource]
-        if self.spec.differentiable and self.traced.audit.loops and len({*map(kind_of, [*captured, *self.slots])}) > 1:
+        if self.spec.differentiable and audit.loops and len({*map(kind_of, [*captured, *self.slots])}) > 1:
             return False
-        folded = self.spec.static_rows and self.traced.vectorized and self.traced.audit.loops
-        trains = self.traced.own_rows and not self.traced.audit.effects
-        return folded or (self.traced.audit.acts and not trains) or (self.reads and not tells_callers())
+        # In an inlined graph, Grappler's constant folding makes gradients of vectorised loops fail
+        # (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
+        would_be_folded = self.spec.static_rows and self.traced.vectorized and audit.loops
+        # Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
+        # edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are).
+        trains = self.traced.own_rows and not audit.effects
+        would_be_chained = audit.acts and not trains
+        reads_too_late = self.reads and not tells_callers()
+        return would_be_folded or would_be_chained or reads_too_late
 
     @property
     def hides_ends(self) -> bool:

@@ -56,6 +56,11 @@ _OF_TENSOR = r"'\w*Tensor' object"
 
 _PYTHON = "or tf.py_function, which runs Python code"
 
+_IN_PYTHON = (
+    "Python's in, any, all, sum, enumerate and range need numbers: use tf.reduce_any(x == values), tf.range and the like, "
+    f"{_PYTHON}"
+)
+
 _ADVICE = {
     r"symbolic tf\.Tensor.* to a numpy array|must be (real number|integers or slices), not \w*Tensor|"
     rf"{_OF_TENSOR} (cannot be interpreted as an integer|has no attribute '(numpy|tolist|item|astype)')": "fn is traced as by "
@@ -82,16 +87,15 @@ _ADVICE = {
     r"expects \d+ (named )?input\(s\).*but it received 1 input": "Pass several inputs as a tuple, because a list is one "
     "tensor. A map passes a tuple as several arguments: map lambda x, y: model([x, y])",
     r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
-    r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum, enumerate and range need numbers: "
-    f"use tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",
+    r"as a Python `bool` is not|Iterating over a symbolic": _IN_PYTHON,
 }
 """Advice for errors with these messages."""
 
-_IN_PYTHON = (
+_NO_SOURCE = (
     "TensorFlow cannot read the source of fn, so its branches and loops stay Python's: define it by def, in a file or a "
     "notebook"
 )
-"""Advice for the last of these errors if autograph has not converted `fn`."""
+"""Advice in place of `_IN_PYTHON` if autograph has not converted `fn`."""
 
 
 def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> FunctionError:
@@ -117,11 +121,11 @@ def check_ranks(model: Any, specs: Any) -> None:
 
     Keras would add an axis to rows whose last dimension is 1, and take their first axis for that of the batch.
     """
-    if takes(model, specs):
+    if is_model_of(model, specs):
         raise ValueError(f"the model takes batches of shape {', '.join(str(each.shape) for each in model.inputs)}")
 
 
-def takes(model: Any, specs: Any) -> bool:
+def is_model_of(model: Any, specs: Any) -> bool:
     """Return whether a function is a Keras model whose inputs have shapes like these specs."""
     inputs, given = getattr(model, "inputs", None) if hasattr(model, "built") else None, tf.nest.flatten(specs)
     if not inputs or len(inputs) != len(given):
@@ -138,8 +142,8 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
     advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))]
-    if advice == [[*_ADVICE.values()][-1]] and not _has_source(fn):
-        advice = [_IN_PYTHON]
+    if advice == [_IN_PYTHON] and not _has_source(fn):
+        advice = [_NO_SOURCE]
     rank = _TAKES_BATCHES.search(str(error))
     misses_axis = rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1)
     if not options.batched and (is_layer or from_keras or (_IN_A_LAYER in str(error) and not advice)):
@@ -159,15 +163,17 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
     yield from _hints_for_text(specs, error)
     yield from _hints_for_dtypes(specs, error)
     given, seed = specs if type(specs) is tuple else (specs,), {} if options.seed is None else {"seed": None}
-    if _takes(fn, *given, **seed):
+    if _signature_allows(fn, *given, **seed):
         return
-    if seed and _takes(fn, *given):
+    if seed and _signature_allows(fn, *given):
         yield "With the option seed, fn gets the keyword seed: add this parameter, as in def fn(row, seed)"
-    elif not seed and _takes(fn, *given, seed=None):
+    elif not seed and _signature_allows(fn, *given, seed=None):
         yield "fn has the parameter seed: pass the option seed, as in parallel_map(fn, data, seed=1)"
-    elif len(given) > 1 and _takes(fn, given, **seed):
+    elif len(given) > 1 and _signature_allows(fn, given, **seed):
         yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
-    elif len(given) == 1 and (count := next((n for n in range(2, 10) if _takes(fn, *given * n, **seed)), None)):
+    elif len(given) == 1 and (
+        count := next((n for n in range(2, 10) if _signature_allows(fn, *given * n, **seed)), None)
+    ):
         yield f"fn takes {count} arguments: pass a tuple of {count} as data; a list or a dict is one argument"
     elif seed:
         yield "With the option seed, fn gets the row and the keyword seed, as in def fn(row, seed)"
@@ -215,7 +221,7 @@ def _has_source(fn: Callable[..., Any]) -> bool:
         return False
 
 
-def _takes(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:
+def _signature_allows(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:
     """Return whether the signature of `fn` allows this call. An unknown signature allows any call."""
     try:
         inspect.signature(fn, follow_wrapped=False).bind(*given, **seed)

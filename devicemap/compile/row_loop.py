@@ -54,7 +54,7 @@ def map_rows(row_fn: Any, specs: list[Any], options: Options, signature: Sequenc
         if not dense or options.jit_compile:  # XLA needs the maximum number of iterations
             return _map_ragged_rows(run, rows, signature, parallel)
         kept = [tf.TensorSpec(spec.shape, leaf.dtype) for leaf, spec in zip(row_fn.outputs, signature)]
-        on_cpus = all(kind_of(device) == "CPU" for device in options.devices or ())
+        on_cpus = all(kind_of(device) == "CPU" for device in options.devices)
         return _stack_rows(run, rows, kept, parallel, bounded=on_cpus)
 
     return over_rows.get_concrete_function(*specs)

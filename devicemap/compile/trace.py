@@ -22,7 +22,7 @@ from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.returned import as_result, check_validity
-from devicemap.compile.vectorize import RowLoop, loops_over_rows
+from devicemap.compile.vectorize import ShardFunction, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec
 from devicemap.data.structure import as_objects, map_nest, paths_of_lists
 from devicemap.errors import FunctionError, OptionError, failure, function_error, warn_user
@@ -33,13 +33,13 @@ in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(RowLoop):
+class Traced(ShardFunction):
     """A traced function of a shard's rows, which can be called on any device."""
 
     structure: Any
     """The nest into which the result leaves are packed; a tuple for states."""
 
-    function: Any
+    user_function: Any
     """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
 
     audit: Audit
@@ -137,7 +137,7 @@ def trace(
             ) from error
         structure = (None,) * len(loops[0].specs)
     prepared = partial(
-        _traced, specs=leaf_specs, in_place=options.in_place, structure=structure, function=traced_fn,
+        _traced, specs=leaf_specs, in_place=options.in_place, structure=structure, user_function=traced_fn,
         reduction=of_results, counts_rows=counts_rows, own_rows=own_rows,
     )  # fmt: skip
     variants = [prepared(loop) for loop in loops]
@@ -154,7 +154,7 @@ def _trace_loops(
     options: Options,
     counts_rows: bool,
     stream: Stream | None,
-) -> tuple[Any, Any, list[RowLoop], list[RowLoop]]:
+) -> tuple[Any, Any, list[ShardFunction], list[ShardFunction]]:
     """Trace `fn`, and its loops over rows.
 
     Returns:
@@ -167,7 +167,7 @@ def _trace_loops(
         with tf.device(None):  # the trace serves every device
             if options.batched:
                 traced_fn = flat_fn.get_concrete_function(*leaf_specs)
-                loops = [RowLoop(traced_fn, False, "fn takes a batch")]
+                loops = [ShardFunction(traced_fn, False, "fn takes a batch")]
             else:
                 check_ranks(fn, specs)
                 traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
@@ -183,12 +183,11 @@ def _trace_loops(
         warn_user(
             "fn draws random numbers of NumPy or Python. It does so once, when it is traced: all rows get the same numbers. "
             "Use the option seed= with tf.random.stateless_normal and the like",
-            RuntimeWarning,
         )
     return traced_fn, structures[-1], loops, compiled
 
 
-def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
+def _reduced(reduction: BoundReduction, loops: list[ShardFunction], specs: list[Any]) -> list[ShardFunction]:
     """Return the loops with their results reduced. If rows are large, the fast loop runs over blocks of rows."""
     if not loops:
         return []
@@ -199,7 +198,7 @@ def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) 
     return [replace(loops[0], concrete=in_blocks), replace(last, concrete=reduction.over(last.concrete, specs))]
 
 
-def _traced(loop: RowLoop, specs: list[Any], in_place: Sequence[Any], **facts: Any) -> Traced:
+def _traced(loop: ShardFunction, specs: list[Any], in_place: Sequence[Any], **facts: Any) -> Traced:
     """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
     differentiate_freely(loop.concrete.graph)
     found = audit(loop.concrete, in_place)
@@ -255,7 +254,7 @@ def _takes_others(fn: Callable[..., Any], count: int) -> bool:
     return hasattr(fn, "__wrapped__") and len(inspect.signature(fn).parameters) != count
 
 
-def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
+def _compile_with_xla(loop: ShardFunction, specs: list[Any]) -> ShardFunction:
     """Return the loop compiled by XLA, once for each number of rows of a shard."""
     if not all(isinstance(leaf, tf.Tensor) for leaf in loop.concrete.structured_outputs):
         raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")

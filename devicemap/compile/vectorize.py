@@ -44,8 +44,8 @@ _BATCH = "pass batched=True and a fn of a whole batch"
 
 
 @dataclass(frozen=True)
-class RowLoop:
-    """A function of a shard's rows, for instance a loop that calls the function of one row for each."""
+class ShardFunction:
+    """A function of all rows of a shard: the user's function of a batch, vectorised, or a loop that calls it for each row."""
 
     concrete: Any
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
@@ -65,7 +65,7 @@ class RowLoop:
         return [spec_of(leaf) for leaf in self.concrete.structured_outputs]
 
 
-def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
+def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[ShardFunction]:
     """Return the fastest loop over a shard's rows, followed by one with correct gradients if the first has none.
 
     Raises:
@@ -76,8 +76,10 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     # Each call of Python holds a thread for which other calls may wait. Seeded ops draw numbers in the order of rows.
     at_once = 1 if found.python_ops or found.fixed_seeds else PARALLEL_ITERATIONS
 
-    def one_by_one(reason: str, *remedies: str) -> RowLoop:
-        return RowLoop(map_rows(row_fn, specs, options, signature, at_once), False, reason, "; or else ".join(remedies))
+    def one_by_one(reason: str, *remedies: str) -> ShardFunction:
+        return ShardFunction(
+            map_rows(row_fn, specs, options, signature, at_once), False, reason, "; or else ".join(remedies)
+        )
 
     if wanted is False:
         return [one_by_one("vectorize=False")]
@@ -96,10 +98,10 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         return [one_by_one(reason, *getattr(error, "remedies", ()), _BATCH)]
     reason = "; ".join(slow) or "every op of fn has a vectorised form"
     if not found.custom_gradients:
-        return [RowLoop(vectorized, True, reason)]
+        return [ShardFunction(vectorized, True, reason)]
     lost = "fn has a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
     return [
-        RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because {lost}"),
+        ShardFunction(vectorized, True, f"{reason}; one by one where a GradientTape may record, because {lost}"),
         one_by_one(lost, _BATCH),
     ]
 

@@ -208,7 +208,7 @@ def _count_used(plan: Plan) -> int:
 def _about_rows(plan: Plan) -> Iterator[str]:
     if plan.remedy and not plan.ordered:
         yield f"rows run one by one because {plan.reason}: {plan.remedy}"
-    copied = sum(each.size_bytes or 0 for each in plan.captured if each.handling.name == "COPIED")
+    copied = sum(each.size_bytes or 0 for each in plan.captured if each.handling is Handling.COPIED)
     sizes = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
     if plan.engine == "one graph" and plan.rows and copied > max(_LARGE_BYTES, sizes):
         yield (

@@ -157,7 +157,7 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
             handling = Handling.LOOKED_UP
         if {*devices} <= {home} and handling in (Handling.COPIED, Handling.KEPT, Handling.LOOKED_UP):
             handling = Handling.IN_PLACE
-        line = writing_line(traced.function.graph, handle) if handling is Handling.ORDERED else None
+        line = writing_line(traced.user_function.graph, handle) if handling is Handling.ORDERED else None
         size = _size_of(thing.shape, thing.dtype) if thing.dtype != tf.resource else None
         found.append(Captured(name or f"capture {len(found) + 1}", size, home, handling, line))
     return tuple(found)

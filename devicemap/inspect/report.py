@@ -112,7 +112,7 @@ class Report(Result):
     wall_seconds: float
     """Duration."""
 
-    traces: int | None
+    traces: int
     """Number of times that `fn` was traced since the previous call."""
 
     error: str | None
@@ -161,10 +161,9 @@ class Report(Result):
             rows = f"{self.rows} of {self.expected_rows} rows"
         calls = sum(device.calls for device in self.devices)
         engine = "in one graph" if self.engine == "one graph" else f"in {counted(calls, 'chunk')}"
-        traced = "" if self.traces is None else f", {counted(self.traces, 'trace')}"
         return (
             f"{rows} in {self.wall_seconds:.3g} s ({self.rows_per_second:.3g} rows/s) {engine} on "
-            f"{counted(len(self.devices), 'device')}{traced}"
+            f"{counted(len(self.devices), 'device')}, {counted(self.traces, 'trace')}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -131,7 +131,6 @@ def verify(
     if tried < count:
         warn_user(
             f"{program.name}: verify compares {tried} of {count} rows, because fn is slow. Pass seconds=None for all rows",
-            RuntimeWarning,
         )
     left_out = len(failed) if program.options.skips and alone else 0
     if left_out:

@@ -28,11 +28,14 @@ _OF_ONE_ROW = (
     "mean_absolute_error mean_absolute_percentage_error mean_squared_error mean_squared_logarithmic_error poisson "
     "sparse_categorical_crossentropy"
 ).split()
-"""`hinge` and `squared_hinge` use all labels. `circle` uses all rows, like `dice` and `tversky` without an axis."""
+"""Losses of Keras whose value for a row depends on that row alone.
+
+Not among them are `hinge` and `squared_hinge`, which use all labels, and `circle`, `dice` and `tversky`, which use all rows.
+"""
 
 
 def is_of_one_row(function: Any) -> bool:
-    """Whether a function is one of Keras's losses whose value for a row depends on that row alone."""
+    """Whether a function is one of these losses."""
     import keras
 
     return any(function is getattr(keras.losses, name, None) for name in _OF_ONE_ROW)

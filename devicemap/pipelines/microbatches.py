@@ -13,7 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, wait_for, with_captures
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups, added, sources_of_gradients
-from devicemap.compile.graph_builder import copied, ops_of
+from devicemap.compile.graph_builder import ops_of
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, spec_of
@@ -178,7 +178,7 @@ def _slices_if(some: Any, gradient: Any) -> Any:
 
 
 def _copied(leaves: Sequence[Any]) -> list[Any]:
-    return [None if leaf is None else copied([leaf])[0] for leaf in leaves]
+    return [None if leaf is None else tf.identity(leaf) for leaf in leaves]
 
 
 def _on_some(traced: Traced, call: Any) -> Any:

@@ -99,7 +99,6 @@ class Pipeline:
             warn_user(
                 f"{', '.join(norms)}: batch normalization in training needs the whole batch, so that the stages work one after "
                 "another; batch_norm='local' lets it see one microbatch at a time",
-                RuntimeWarning,
             )
 
     def _prepare(self, losses: Any, clock: Clock | None = None) -> None:
@@ -155,14 +154,12 @@ class Pipeline:
             warn_user(
                 "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
                 "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
-                RuntimeWarning,
             )
         (nest, layers), (leaves, losses) = self._graphs.run(self._called, batch)
         if untrained := begin_call(self._models):
             warn_user(
                 f"the Keras model that calls this pipeline does not train its variables, such as {untrained[0]}; give the "
                 "model an attribute with the stages, too",
-                RuntimeWarning,
             )
         for layer, loss in zip(layers, losses):
             layer.add_loss(loss)

@@ -102,7 +102,6 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         warn_user(
             f"{model.name} overrides {', '.join(overridden)}, and its stages do not. Give the loss to the Pipeline or to "
             "compile, and train with pipe.value_and_gradients in a loop if it needs another step",
-            RuntimeWarning,
         )
     layers = _layers_in(calls)
     owners = _owners_of_variables(layers)

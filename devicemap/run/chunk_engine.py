@@ -75,9 +75,13 @@ def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult
         if isinstance(message, End):
             end = message
             continue
-        buffer[message.number] = message
-        while (number := delivered if in_order else message.number) in buffer:
+        if not in_order:
             delivered += 1
-            yield buffer.pop(number)
+            yield message
+            continue
+        buffer[message.number] = message
+        while delivered in buffer:
+            delivered += 1
+            yield buffer.pop(delivered - 1)
     if end.error is not None:
         raise end.error

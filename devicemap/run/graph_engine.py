@@ -64,13 +64,16 @@ class GraphRun:
 
 
 class CallObservers:
-    """Observers of calls, for instance a report or a progress bar. Those of this class observe nothing."""
+    """Observers of calls, for instance a report or a progress bar.
+
+    Those of this class discard events, and take the traces of a call, so that the report of the next one does not count them.
+    """
 
     def of_graph(
         self, rows: int, devices: Sequence[str], compiled: CompiledMap
     ) -> AbstractContextManager[Callable[[GraphRun], object]]:
         """Return the context of a call of `compiled` in one graph; its value takes the times of the graph."""
-        compiled.take_traces()  # so that the next call does not report them
+        compiled.take_traces()
         return nullcontext(lambda run: None)
 
     def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:

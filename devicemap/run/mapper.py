@@ -21,7 +21,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.hints import takes
+from devicemap.compile.hints import is_model_of
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
 from devicemap.compile.returned import check_row_counts
@@ -68,9 +68,9 @@ class Mapper:
             except DeviceMapError as error:  # autograph's message has all lines of the traceback
                 raise error.with_traceback(None) from error.__cause__
         if isinstance(data, tf.data.Dataset):
-            return self.in_chunks(data)
+            return self._in_chunks(data)
         rows = as_rows(data)
-        return self.in_chunks(rows) if self._options.needs_chunks else self._in_memory(rows)
+        return self._in_chunks(rows) if self._options.needs_chunks else self._in_memory(rows)
 
     def _in_memory(self, rows: Rows) -> Any:
         """Map rows in memory with the chosen engine. A graph that runs out of memory continues in chunks."""
@@ -93,7 +93,7 @@ class Mapper:
     def _inside_function(self, data: Any) -> Any:
         """Map over data in memory, inside the user's own `tf.function`."""
         if isinstance(data, tf.data.Dataset):
-            return self.in_chunks(data)  # raises the error
+            self.source(data, "mapped")  # raises the error
         rows = as_rows(data)
         if self._options.skips:
             raise OptionError(
@@ -107,7 +107,7 @@ class Mapper:
             )
         return call_inside(self.program, rows)
 
-    def in_chunks(self, data: Any) -> Any:
+    def _in_chunks(self, data: Any) -> Any:
         """Map over rows or a dataset in chunks, in eager code, and join the results in order."""
         source = self.source(data, "mapped")
         return self._collect(source, self.program.compiled_for(source))
@@ -167,11 +167,10 @@ class Mapper:
                 f"the dataset is infinite, so the call would not end; take a part of it with .take(n){instead}"
             )
         source = from_dataset(data, self._options)
-        if not self._options.batched and takes(self.program.fn, as_nodes(data.element_spec)):
+        if not self._options.batched and is_model_of(self.program.fn, as_nodes(data.element_spec)):
             warn_user(
                 f"{self.program.name}: each element of the dataset is a batch for this model, but counts as one row. Set "
                 "batched=True to map the rows of batches",
-                RuntimeWarning,
             )
         return source
 
@@ -228,7 +227,7 @@ class Mapper:
         finally:
             # A warning in the scheduler's thread would not name a line of the user's program.
             for message in failures.messages(rows=self._warns_of_failures):
-                warn_user(f"{self.program.name}: {message}", RuntimeWarning)
+                warn_user(f"{self.program.name}: {message}")
 
     def _runner(
         self,

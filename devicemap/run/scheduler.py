@@ -294,6 +294,4 @@ def peak_share(device: str) -> float | None:
         return None
 
 
-@cache
-def _memory_bytes() -> dict[str, int]:
-    return allocator_bytes()
+_memory_bytes = cache(allocator_bytes)

@@ -41,7 +41,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
 
     Variables that the function writes count by shape and dtype only, because their values change in each run.
     """
-    functions = [traced.function]
+    functions = [traced.user_function]
     if traced.reduction is not None:
         functions += traced.reduction.functions()
     treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)

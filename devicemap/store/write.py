@@ -54,7 +54,6 @@ def write(
                 warn_user(
                     f"{mapper.program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are "
                     "old, which devicemap does not detect",
-                    RuntimeWarning,
                 )
         keeps_failed = mapper.program.options.skips and not retry_failed
         stored = [chunk for chunk in writer.stored if chunk.error is None or keeps_failed]
@@ -84,7 +83,7 @@ def write(
         for _ in mapper.chunks(missing, compiled, deterministic=False, keep=keep, leave_out=leave_out):
             writer.flush()
             while begins_again:
-                warn_user(f"{mapper.program.name} {begins_again.pop()}", RuntimeWarning)
+                warn_user(f"{mapper.program.name} {begins_again.pop()}")
         writer.put(header._replace(rows=missing.rows_read))
     return compiled, [chunk for chunk in stored if chunk.error is not None]
 
@@ -97,7 +96,6 @@ def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
         warn_user(
             f"{mapper.program.name}: {len(left_out)} row(s) failed in earlier runs and are left out; the first: row "
             f"{left_out[0].start}: {left_out[0].error}. Without on_error='skip' they are computed again",
-            RuntimeWarning,
         )
     with open_database(Path(directory)) as database:
         finished = (chunk for chunk in database.contents()[1] if chunk.error is None)

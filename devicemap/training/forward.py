@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, layers_of, replacing, stored_in
-from devicemap.devices import choose_devices
 from devicemap.errors import failure
 from devicemap.training.stateless import CallScope, add_loss, current_scope
 
@@ -23,16 +22,16 @@ _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 class ForwardPass:
     """The calls of a model and its layers, in one step."""
 
-    def __init__(self, model: Any, devices: Any, batch_norm: str, added_losses: str | None, recomputed: Sequence[Any]):
+    def __init__(
+        self, model: Any, devices: Sequence[str], batch_norm: str, added_losses: str | None, recomputed: Sequence[Any]
+    ):
         """
         Args:
-            devices, batch_norm, added_losses: as for `parallelize`.
+            devices: full names.
+            batch_norm, added_losses: as for `parallelize`.
             recomputed: layers that run again for their gradients.
-
-        Raises:
-            OptionError: for devices that do not exist.
         """
-        self.model, self.devices = model, choose_devices(devices)
+        self.model, self.devices = model, devices
         self.batch_norm, self.added_losses, self.recomputed = batch_norm, added_losses, recomputed
         self.variables = model.variables
         """The variables of the model."""

@@ -91,7 +91,7 @@ def parallelize(
                 f"accumulate={accumulate} with {batch_norms_of(model)[0].name}, which takes mean and variance of a whole "
                 "batch; set batch_norm='local' for those of a device's microbatch, or recompute=True to save memory"
             )
-        return ForwardPass(model, list(chosen), batch_norm, added_losses, _recomputed(model, recompute))
+        return ForwardPass(model, chosen, batch_norm, added_losses, _recomputed(model, recompute))
 
     parallel = ParallelModel(model, list(chosen), forward, accumulate)
     if model.built:

@@ -281,7 +281,6 @@ class ParallelModel:
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
                 "device. Let the model have the layers that it calls as attributes, and call them themselves, not by "
                 "stateless_call",
-                RuntimeWarning,
             )
         return results
 

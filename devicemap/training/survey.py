@@ -151,13 +151,11 @@ class Survey:
             warn_user(
                 f"{self._layer.name}: {self._mixes_rows}. Each device sees some of the rows, so the results differ from those "
                 "of one device; compute values of several rows in compute_loss, or in a train_step of the model",
-                RuntimeWarning,
             )
         if self.not_for_xla and jit_compile:
             warn_user(
                 f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {self.not_for_xla}. "
                 "Compile the model with jit_compile=False",
-                RuntimeWarning,
             )
 
     def lookups_in(self, variable: Any) -> Lookups:
