@@ -257,8 +257,8 @@ def added(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
         values = tf.reduce_sum(tf.reshape(values, tf.concat([[calls, count], tf.shape(values)[1:]], 0)), 0)
         indices = indices[:count]
     if lookups is Lookups.DISTINCT:
-        indices, places = tf.unique(indices)
-        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+        indices, positions = tf.unique(indices)
+        values = tf.math.unsorted_segment_sum(values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
 

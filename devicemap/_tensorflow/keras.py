@@ -8,6 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+MASK, LOGITS = "_keras_mask", "_keras_logits"
+"""Attributes of a tensor that losses read: its mask, and the input of its softmax or sigmoid, which losses use instead."""
+
 
 @contextlib.contextmanager
 def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
@@ -84,11 +87,7 @@ def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[
 
 def mask_of(output: Any) -> Any | None:
     """Return the mask of an output. Keras's losses read it from the tensor."""
-    return getattr(output, "_keras_mask", None)
-
-
-MASK, LOGITS = "_keras_mask", "_keras_logits"
-"""Attributes of a tensor that losses read: its mask, and the input of its softmax or sigmoid, which losses use instead."""
+    return getattr(output, MASK, None)
 
 
 def notes_of(output: Any) -> dict[str, Any]:
@@ -195,6 +194,13 @@ def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextli
     its graph forever (test_models_in_a_loop_retain_no_more_memory_than_without_devicemap).
     """
     return replacing(optimizer, _all_reduce_sum_gradients=collected)
+
+
+def has_own(model: Any, name: str) -> bool:
+    """Whether a model overrides a method of `keras.Model`, or adds one of this name."""
+    import keras
+
+    return getattr(type(model), name, None) is not getattr(keras.Model, name, None)
 
 
 def forget_functions(model: Any) -> None:

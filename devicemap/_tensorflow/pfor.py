@@ -149,9 +149,9 @@ def with_own_inputs(given: Any) -> Any:
     return pfor._PforInput(given.pfor, given.op, list(given.inputs))
 
 
-def convert(pfor: Any, tensor: Any) -> Any:
+def convert(converter: Any, tensor: Any) -> Any:
     """Return a tensor of a graph for all rows, by the conversion of that graph."""
-    return pfor._convert_helper(tensor)
+    return converter._convert_helper(tensor)
 
 
 def for_all_rows(given: Any, index: int) -> Any:

@@ -53,9 +53,9 @@ class CallResult:
 class RowCall:
     """A call of an op that runs row by row."""
 
-    def __init__(self, pfor: Any, op: Any, inputs: Sequence[Any], reason: Exception):
+    def __init__(self, converter: Any, op: Any, inputs: Sequence[Any], reason: Exception):
         """`inputs`: converted tensors, and results of other calls."""
-        self.pfor, self.op, self.inputs = pfor, op, inputs
+        self.converter, self.op, self.inputs = converter, op, inputs
         self.reason = reason
         """Why it runs row by row."""
         before = (each for taken in inputs if isinstance(taken, CallResult) for each in taken.call.calls)
@@ -129,24 +129,24 @@ class RowCalls:
 
     def _call_in_loop(self, call: RowCall, op: Any, inside: set[Any]) -> RowCall:
         """Return the call of an op in the loop for `call`. Calls for the ops `inside` before it exist."""
-        if (call.pfor, op) not in self._calls:
+        if (call.converter, op) not in self._calls:
             inputs = [
-                CallResult(self._calls[call.pfor, tensor.op], tensor.value_index)
+                CallResult(self._calls[call.converter, tensor.op], tensor.value_index)
                 if tensor.op in inside
-                else _taken(convert(call.pfor, tensor))
+                else _taken(convert(call.converter, tensor))
                 for tensor in op.inputs
             ]
-            self._calls[call.pfor, op] = RowCall(call.pfor, op, inputs, call.reason)
-        return self._calls[call.pfor, op]
+            self._calls[call.converter, op] = RowCall(call.converter, op, inputs, call.reason)
+        return self._calls[call.converter, op]
 
     def _ops_of_loop(self, call: RowCall, needed: set[Any]) -> set[Any]:
         """Return the ops that a loop for `call` can run: those that take results of unknown shape that it has.
 
         If some of them need such results as numbers, the ops between are among them, unless these are many or slow.
         """
-        done = {each.op for each in self._results if each.pfor is call.pfor and _is_stackable(each.op)}
+        done = {each.op for each in self._results if each.converter is call.converter and _is_stackable(each.op)}
         taken = [tensor for tensor, each in zip(call.op.inputs, call.inputs) if isinstance(each, CallResult)]
-        taken += [output for each in call.calls[:-1] if each.pfor is call.pfor for output in each.op.outputs]
+        taken += [output for each in call.calls[:-1] if each.converter is call.converter for output in each.op.outputs]
         draws = self._draws(call, needed)
         taken += [output for op in draws for output in op.outputs]
 
@@ -172,7 +172,7 @@ class RowCalls:
         """Return the ops that begin draws which the loop for `call` can make, too: their seeds depend on no later draw."""
         if not any(each.op.type in _BEFORE_OTHERS for each in call.calls):
             return set()
-        begins = {op for op in needed if op.type in _BEFORE_OTHERS and (call.pfor, op) not in self._calls}
+        begins = {op for op in needed if op.type in _BEFORE_OTHERS and (call.converter, op) not in self._calls}
         return {op for op in begins if not _before([op]) & begins - {op}}
 
 
@@ -204,7 +204,7 @@ def _in_one_loop(last: Sequence[RowCall]) -> dict[RowCall, list[Any]]:
         return [result for call in last for result in done[call]]
 
     like = [output for call in last for output in call.op.outputs]
-    count = last[0].pfor.loop_len_vector[0]
+    count = last[0].converter.loop_len_vector[0]
     results = iter(wrap_stacked(row_by_row(of_row, [*stacked.values()], count, like)))
     return {call: [next(results) for _ in call.op.outputs] for call in last}
 

@@ -173,9 +173,9 @@ def _parts_spec(spec: Any) -> tuple[Any, Any, Any]:
 
 def _join_parts(parts: tuple[Any, Any, Any], row_shape: Any) -> Any:
     """Return one sparse tensor, as large as the largest row, from the ragged indices and values of rows and their shapes."""
-    places, values, shapes = parts
-    row = tf.cast(places.value_rowids(), tf.int64)
-    indices = tf.concat([row[:, None], places.values], 1)
+    inner, values, shapes = parts
+    row = tf.cast(inner.value_rowids(), tf.int64)
+    indices = tf.concat([row[:, None], inner.values], 1)
     shape = tf.concat([tf.shape(shapes, tf.int64)[:1], tf.reduce_max(shapes, 0)], 0)
     joined = tf.SparseTensor(indices, values.values, shape)
     joined.set_shape(tf.TensorShape([None]).concatenate(row_shape))

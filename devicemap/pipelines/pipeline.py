@@ -29,7 +29,7 @@ from devicemap.options import Options, check_choice, check_count
 from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
 from devicemap.pipelines.losses import Losses, differentiate
 from devicemap.pipelines.microbatches import Clock
-from devicemap.pipelines.schedule import Setting, lanes_of
+from devicemap.pipelines.schedule import Setting, devices_of_replicas
 from devicemap.pipelines.stages import Stage, packed
 
 
@@ -87,7 +87,7 @@ class Pipeline:
         check_choice("schedule", schedule, "1f1b", "gpipe", "interleaved")
         check_count("microbatches", microbatches)
         check_count("replicas", replicas)
-        lanes = lanes_of(len(stages), choose_devices(devices), replicas, schedule, microbatches)
+        lanes = devices_of_replicas(len(stages), choose_devices(devices), replicas, schedule, microbatches)
         self._setting = Setting(len(stages), lanes, schedule, int(microbatches), batch_norm == "local", added_losses)
         self._stages = [Stage(k, stage, self._setting) for k, stage in enumerate(stages)]
         self._output_device = choose_output_device(output_device)

@@ -92,7 +92,7 @@ class Setting:
         ]
 
 
-def lanes_of(
+def devices_of_replicas(
     stages: int, known: Sequence[str], replicas: int, schedule: str, microbatches: int
 ) -> tuple[tuple[str, ...], ...]:
     """Return the devices of each replica.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from devicemap._tensorflow.keras import has_own
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError, warn_user
 from devicemap.options import check_choice, check_count
@@ -80,7 +81,6 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
 
         >>> stages.copy_weights_to(model)
     """
-    import keras
 
     from devicemap.pipelines.comparisons import (
         check_copy,
@@ -98,7 +98,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")
     if n > len(calls):
         raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
-    if overridden := [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]:
+    if overridden := [name for name in _STEPS if has_own(model, name)]:
         warn_user(
             f"{model.name} overrides {', '.join(overridden)}, and its stages do not. Give the loss to the Pipeline or to "
             "compile, and train with pipe.value_and_gradients in a loop if it needs another step",

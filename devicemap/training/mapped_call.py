@@ -55,10 +55,10 @@ class MappedCall:
         """The tensors that are cut: the arguments of the layer, and targets."""
         self._states = [variable for variable in forward.variables if not is_seed(variable)]
         """The variables, besides seeds, that may get new values."""
-        self._place = forward.home if _are_computed(given.rows) else HOST
+        self._cutting_device = forward.home if _are_computed(given.rows) else HOST
         """The device on which the rows are cut."""
         if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
-            with tf.device(self._place):
+            with tf.device(self._cutting_device):
                 self._rows = tuple(with_equal_rows(self._rows, layer.name, OTHER_LENGTHS))
         self._runs_again = microbatches > 1 or bool(forward.recomputed)
         """Whether layers run again for their gradients, which then go to values that are read before."""
@@ -84,7 +84,7 @@ class MappedCall:
             outputs = [with_static_rows(leaf, self._given.count) for leaf in results[: self._passed.of_rows]]
             return [*outputs, *results[self._passed.of_rows :]]
         devices = len(self._forward.devices)
-        with tf.device(self._place):
+        with tf.device(self._cutting_device):
             rows = filled(self._rows, devices)
         results = self._on_devices(rows)
         with tf.device(self._forward.home):
@@ -157,7 +157,7 @@ class MappedCall:
         """Run shards of the leaves, of which the first `count` rows are real, in the graph that is being traced."""
         forward, known = self._forward, self._given.count
         devices = forward.devices if known is None else forward.devices[:known]
-        with tf.device(self._place):
+        with tf.device(self._cutting_device):
             # Not static, so that `depends_on` sees what uses the number (test_what_devices_cannot_do_apart_is_refused).
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]

@@ -22,7 +22,7 @@ from devicemap.training.stateless import Given
 
 @contextmanager
 def mapping(
-    forward: ForwardPass, rows: int | None, microbatches: int, losses: bool, row_losses: RowLosses | None = None
+    forward: ForwardPass, rows: int | None, microbatches: int, losses: bool, row_losses: RowLosses | None
 ) -> Iterator[None]:
     """Map the outermost calls of the model and of its layers by this thread in this context.
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import batch_norms_of, layers_of, sublayers_of
+from devicemap._tensorflow.keras import batch_norms_of, has_own, layers_of, sublayers_of
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.options import check_choice, check_count
 from devicemap.training.forward import ForwardPass
-from devicemap.training.parallel_model import MAKERS, METHODS, ParallelModel, has_own
+from devicemap.training.parallel_model import MAKERS, METHODS, ParallelModel
 from devicemap.training.recomputation import without_state
 
 

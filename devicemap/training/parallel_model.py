@@ -13,7 +13,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of, traces_with_batches
+from devicemap._tensorflow.keras import (
+    build_compiled,
+    forget_functions,
+    has_own,
+    layers_of,
+    losses_of,
+    traces_with_batches,
+)
 from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
 from devicemap.data.structure import freeze
@@ -312,8 +319,3 @@ def count_of(batch: Any) -> int | None:
 def _without_optionals(batch: Any) -> Any:
     """Replace empty optionals by `None`, as Keras does."""
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
-
-
-def has_own(model: Any, name: str) -> bool:
-    """Whether a model overrides a method of `keras.Model`, or adds one of this name."""
-    return getattr(type(model), name, None) is not getattr(keras.Model, name, None)

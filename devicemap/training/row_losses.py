@@ -148,7 +148,7 @@ class RowLosses:
 
     @staticmethod
     def _key(owner: int, y_true: Any, y_pred: Any, targets: Sequence[Any], outputs: Sequence[Any]) -> Key | None:
-        true, pred = _place(y_true, targets), _place(y_pred, outputs)
+        true, pred = _index_of(y_true, targets), _index_of(y_pred, outputs)
         return None if true is None or pred is None else (owner, true, pred)
 
 
@@ -177,7 +177,7 @@ def _is_aligned(function: Any, true: Any, pred: Any, squeezed: bool = False) -> 
     return len(true) == len(pred)
 
 
-def _place(tensor: Any, tensors: Sequence[Any]) -> int | None:
+def _index_of(tensor: Any, tensors: Sequence[Any]) -> int | None:
     """Return the index of a tensor, or of the source of its cast, in `tensors`. Losses cast targets and outputs."""
     cast = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy") and tensor.op.type == "Cast"
     sources = [tensor, tensor.op.inputs[0]] if cast else [tensor]
