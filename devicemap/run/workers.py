@@ -213,6 +213,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
         if again:
             call.notify(ChunkRetried, shard=shard, attempt=attempt, out_of_memory=queued.out_of_memory)
         call.notify(ChunkStarted, shard=shard, waited_seconds=waited)
+        waited = 0.0
         try:
             parts.append(run(rows))
         except BaseException as error:
@@ -224,31 +225,33 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
             if action is RetryAction.RAISE and call.options.skips:
                 tries += rows.count == 1
                 action = skip_action(error, rows.count, chunk.count, tries, retries)
-            if action is RetryAction.RAISE:
-                soon = call.now() - started < AGAIN_SECONDS
-                if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
-                    shard = failing_row(partial(_run_rows, run, rows), shard, error)
-                call.fail(call.options.describe(error, (*queued.tried, shard)))
-                return
-            if action is RetryAction.RETRY or (action is RetryAction.HALVE and not queued.out_of_memory):
-                left = replace(queued, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
-                call.to_scheduler.put(Failed(queued, left, shard, error, action))
-                return
-            if action is RetryAction.SPLIT:
-                middle = start + rows.count // 2
-                pending += [(middle, stop), (start, middle)]
-                continue
-            if action is not RetryAction.LEAVE_OUT:
-                limit = rows.count // 2 if action is RetryAction.HALVE else limit
-                pending.append((start, stop))
-                continue
-            call.options.leave_out(rows, shard, error)
-            call.notify(RowFailed, shard=shard, error=error)
-            rows_failed = True
-            if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
-                limit = None
+            match action:
+                case RetryAction.RAISE:
+                    soon = call.now() - started < AGAIN_SECONDS
+                    if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
+                        shard = failing_row(partial(_run_rows, run, rows), shard, error)
+                    call.fail(call.options.describe(error, (*queued.tried, shard)))
+                    return
+                case RetryAction.HALVE if queued.out_of_memory:
+                    limit = rows.count // 2
+                    pending.append((start, stop))
+                case RetryAction.RETRY | RetryAction.HALVE:
+                    left = replace(queued, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
+                    call.to_scheduler.put(Failed(queued, left, shard, error, action))
+                    return
+                case RetryAction.SPLIT:
+                    middle = start + rows.count // 2
+                    pending += [(middle, stop), (start, middle)]
+                case RetryAction.REPEAT:
+                    pending.append((start, stop))
+                case RetryAction.LEAVE_OUT:
+                    call.options.leave_out(rows, shard, error)
+                    call.notify(RowFailed, shard=shard, error=error)
+                    rows_failed, tries = True, 0
+                    if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
+                        limit = None
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
-        waited, tries = 0.0, 0
+            tries = 0
     call.to_consumer.put(ChunkResult(queued.number, queued.start, parts))
     call.to_scheduler.put(Finished(queued, device, began, call.now(), limit, rows_failed))
