@@ -60,7 +60,11 @@ class FunctionError(DeviceMapError):
         return next((text for text in self.args if isinstance(text, str)), "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the class that function_error made exists only in this process
-        return failure, (str(self), self.shards)
+        original = next((base for base in type(self).__bases__ if not issubclass(base, FunctionError)), None)
+        module = sys.modules.get(getattr(original, "__module__", ""))
+        found = original is not None and getattr(module, original.__name__, None) is original
+        facts = {name: value for name, value in vars(self).items() if isinstance(value, int | str | None)}
+        return _made_again, (str(self), self.shards, original if found else None, facts)
 
 
 class JournalError(DeviceMapError, OSError):
@@ -96,6 +100,17 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
     error.args = (message,)
     error.shards = tuple(shards)
     return error
+
+
+def _made_again(
+    message: str, shards: Sequence[Shard], kind: type[BaseException] | None, facts: dict[str, Any]
+) -> FunctionError:
+    """Return a `FunctionError` that was pickled. `kind`: the class of the original error; `facts`: plain attributes."""
+    if kind is None:
+        return failure(message, shards)
+    original = kind.__new__(kind)
+    vars(original).update(facts)
+    return function_error(message, original, shards)
 
 
 def brief(error: BaseException) -> str:

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import last_set_seed
 from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap._tensorflow.keras_calls import dtype_policy
 from devicemap.compile.invoke import receive
 from devicemap.devices import choose_devices, task_device
 from devicemap.errors import DataError, DeviceMapError, add_note, warn_user
@@ -252,10 +253,11 @@ def _keras_settings() -> Callable[[], None]:
     config = getattr(sys.modules.get("keras"), "config", None)  # None if Keras was not imported
     if config is None:
         return lambda: None
-    policy, prints = config.dtype_policy(), config.is_interactive_logging_enabled()
+    policy, prints = dtype_policy(), config.is_interactive_logging_enabled()
 
     def set_up() -> None:
-        config.set_dtype_policy(policy)
+        if policy is not None:
+            config.set_dtype_policy(policy)
         (config.enable_interactive_logging if prints else config.disable_interactive_logging)()
 
     return set_up

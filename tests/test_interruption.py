@@ -77,6 +77,7 @@ WAYS = {
     "a stream": lambda: list(mapper(batch_size=1).stream(DATA)),
     "to disk": lambda: mapper(batch_size=1).write(DATA, tempfile.mkdtemp()),
     "verify": lambda: mapper().verify(DATA),
+    "a pipeline": lambda: devicemap.Pipeline([tf.identity, lambda rows: tf.map_fn(endless, rows)], "CPU")(DATA),
 }
 
 SIGNALS = (signal.SIGALRM, "OutOfTime"), (signal.SIGINT, "KeyboardInterrupt")

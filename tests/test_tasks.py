@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 import threads
@@ -249,6 +250,21 @@ def test_settings_of_keras_hold_in_tasks() -> None:
         keras.config.set_dtype_policy("float32")
         keras.config.enable_interactive_logging()
     assert policies == [("mixed_float16", False)] * 2
+
+
+DEFAULTS = """
+import keras
+import devicemap
+
+devicemap.simulate_devices(2)
+devicemap.parallel_tasks(lambda n: keras.layers.Dense(n).dtype, [1, 2])
+keras.config.set_floatx("float64")
+print(keras.layers.Dense(1).dtype)
+"""
+
+
+def test_tasks_choose_no_dtype_policy() -> None:
+    assert processes.run(DEFAULTS) == ["float64"]
 
 
 class _Memory:

@@ -123,6 +123,11 @@ def in_training(function: Callable[[], Any]) -> Any:
     return results[0]
 
 
+def dtype_policy() -> Any:
+    """Return the dtype policy that this thread has set; `None` for the default. Keras's own function would set the default."""
+    return _global("dtype_policy")
+
+
 def is_stateless() -> bool:
     """Whether a `keras.StatelessScope` of this thread gives variables other values."""
     return _global("stateless_scope") is not None

@@ -11,8 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
+from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.compile.graph_builder import copied, sizes_in_graph
+from devicemap.compile.invoke import Invoker
 from devicemap.compile.returned import row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
@@ -151,6 +153,7 @@ class EagerGraphs:
         self._setting, self._stages = setting, stages
         self._devices = [device for devices in setting.devices for device in devices]
         self._graphs: dict[Any, Any] = {}
+        self._invoker = Invoker(steady=False)
 
     def run(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch, key: Any = None) -> tuple[Any, Any]:
         """Return `build(batch)`. In eager code, it runs in a graph that is kept by `key` and the specs of the batch."""
@@ -169,7 +172,12 @@ class EagerGraphs:
             batch = replace(batch, least=min(batch.least or 0, parts))
             known = self._graphs.get(self._key(batch, key))
             function, facts = known or self._new_graph(build, batch)
-            tensors, times = function(batch.tensors, batch.scale)
+            if tape_is_recording():  # tapes do not follow a call in another thread
+                tensors, times = function(batch.tensors, batch.scale)
+            else:
+                given = batch.tensors, tf.convert_to_tensor(batch.scale)
+                graph = function.get_concrete_function(*given)
+                tensors, times = self._invoker.call(graph, tf.nest.flatten(given, expand_composites=True), 1)
             if known is None:
                 self._graphs[self._key(batch, key)] = function, facts  # with layers that the traces have found
         except tf.errors.OpError as error:
