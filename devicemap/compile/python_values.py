@@ -6,7 +6,7 @@ import contextlib
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -19,16 +19,17 @@ _PLAIN = frozenset([bool, bytes, complex, float, int, str, type(None)])
 _LIBRARIES = "keras.", "tensorflow."
 """Prefixes of modules whose functions do not change."""
 
+_OF_GLOBALS = frozenset(["LOAD_GLOBAL", "LOAD_NAME"])
+_OF_ATTRIBUTES = frozenset(["LOAD_ATTR", "LOAD_METHOD"])
 _ASSIGN = frozenset(["DELETE_GLOBAL", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"])
-"""Instructions that assign to names which other code may read."""
+"""Instructions of Python that read global names and attributes, and that assign to names which other code may read."""
 
 
 class _Names(NamedTuple):
     """The names in the code of a function and of functions in it."""
 
-    used: tuple[str, ...]
-    """Global names, and those of attributes."""
-
+    globals: tuple[str, ...]
+    attributes: tuple[str, ...]
     imported: tuple[str, ...]
     """Modules."""
 
@@ -38,16 +39,20 @@ class _Names(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _names_in(code: CodeType) -> _Names:
-    inner = [_names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
-    lines = [*dis.get_instructions(code)]
-    assigned = {line.argval for line in lines if line.opname in _ASSIGN}
-    used = dict.fromkeys([*code.co_names, *(name for names in inner for name in names.used)])
-    imported = [line.argval for line in lines if line.opname == "IMPORT_NAME"]
-    return _Names(
-        tuple(used),
-        (*imported, *(name for names in inner for name in names.imported)),
-        frozenset(assigned).union(*(names.assigned for names in inner)),
-    )
+    lines = [*_instructions_of(code)]
+
+    def names(kinds: Collection[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line.argval for line in lines if line.opname in kinds))
+
+    return _Names(names(_OF_GLOBALS), names(_OF_ATTRIBUTES), names(["IMPORT_NAME"]), frozenset(names(_ASSIGN)))
+
+
+def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of a function and of the functions in it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _instructions_of(constant)
 
 
 def values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
@@ -62,15 +67,15 @@ def values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
     if not inspect.iscode(code) or not depth:
         return
     names = _names_in(code)
-    values = [fn.__globals__[name] for name in names.used if name in fn.__globals__]
+    values = [fn.__globals__[name] for name in names.globals if name in fn.__globals__]
     values += [sys.modules[name] for name in names.imported if name in sys.modules]
     values += [value for _, value in _cells_of(fn)]
     if inspect.ismethod(fn):
-        for name in names.used:
+        for name in names.attributes:
             value = inspect.getattr_static(fn.__self__, name, None)  # runs no code of the user
             values.append(MethodType(value, fn.__self__) if type(value) is FunctionType else value)
     for value in values:
-        yield np.random if value is np and "random" in names.used else value
+        yield np.random if value is np and "random" in names.attributes else value
         if type(value) in (FunctionType, MethodType):  # isinstance asks a proxy for its class
             yield from values_in(value, depth - 1)
 
@@ -98,9 +103,9 @@ def plain_values(fn: Callable[..., Any]) -> tuple[Any, ...]:
         names, known = _names_in(function.__code__), function.__globals__
         assigned |= names.assigned
         found.append((function.__code__,))
-        values = [*((name, known[name]) for name in names.used if name in known), *_cells_of(function)]
+        values = [*((name, known[name]) for name in names.globals if name in known), *_cells_of(function)]
         if owner is not None:
-            values += [(name, inspect.getattr_static(owner, name, None)) for name in names.used]
+            values += [(name, inspect.getattr_static(owner, name, None)) for name in names.attributes]
         for name, value in values:
             if type(value) in _PLAIN:
                 found.append((name, type(value), value))
