@@ -58,9 +58,9 @@ def parallel_map(
 
     The result equals `tf.map_fn(fn, data)`, or `fn(data)` with `batched=True`, up to rounding. Rows, order, structure and
     dtypes are the same on any number of devices. A later call with the same `fn` and options does not trace again, if `fn` is
-    among the last 64 functions that were mapped, and the numbers, texts and flags that it uses by name have not changed. Other
-    Python values keep those of the trace. A method of the same object counts as the same `fn`. A `DeviceMap` traces once.
-    Compiled code and replicas of variables are freed with `fn`.
+    among the last 64 functions that were mapped, and the numbers, texts and flags that it uses as global and nonlocal variables
+    have not changed. Other Python values keep those of the trace. A method of the same object counts as the same `fn`. A
+    `DeviceMap` traces once. Compiled code and replicas of variables are freed with `fn`.
 
     Args:
         fn: takes one row and returns its result. With `batched=True` it takes a batch of rows, and returns as many. A tuple in

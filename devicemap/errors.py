@@ -108,8 +108,11 @@ def _made_again(
     """Return a `FunctionError` that was pickled. `kind`: the class of the original error; `facts`: plain attributes."""
     if kind is None:
         return failure(message, shards)
-    original = kind.__new__(kind)
-    vars(original).update(facts)
+    try:
+        original = kind.__new__(kind)
+        vars(original).update(facts)
+    except Exception:  # its constructor needs other arguments
+        return failure(message, shards)
     return function_error(message, original, shards)
 
 

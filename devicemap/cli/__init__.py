@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        several = not any(each.startswith("-") for each in unknown)
+        several = hasattr(options, "input") and not any(each.startswith("-") for each in unknown)
         parser.error(
             f"unrecognized arguments: {' '.join(unknown)}" + "; quote a pattern of files: 'pictures/*.png'" * several
         )

@@ -99,9 +99,9 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     if not names:
         subfolders = f"; '{path}/**/*.jpg' finds files in subfolders" if os.path.isdir(path) else ""
         raise DataError(f"{path}: no such file or folder with files{subfolders}")
-    if names == [path] and Path(path).suffix.lower() in _TABLES:
+    if len(names) == 1 and Path(names[0]).suffix.lower() in _TABLES:
         raise DataError(
-            f"{path} would be one row, its bytes; for the rows in it, pass MODULE:DATASET, a function that reads the file"
+            f"{names[0]} would be one row, its bytes; for the rows in it, pass MODULE:DATASET, a function that reads the file"
         )
     kinds = {_kind(name): name for name in names}
     if len(kinds) > 1 or (".npz" in kinds and len(names) > 1):

@@ -54,6 +54,9 @@ _COMPILED = "_devicemap_compiled"
 _MOST = 64
 """The largest number of kept programs. The least recently used program is dropped first."""
 
+_MOST_VARIANTS = 4
+"""The largest number of programs of one function, which differ in the numbers that the function uses."""
+
 
 class Structured(Protocol):
     """Data with specs: rows, a source of rows, or only specs."""
@@ -247,11 +250,8 @@ class ProgramCache:
             in_place = variables_of(options.get("in_place", ()))
             relevant["in_place"] = [id(variable) for variable in in_place]
             # By identity, because __hash__ and __eq__ would call the user's code; and with types, because True == 1.
-            key = (
-                *map(id, parts),
-                *((name, type(value), freeze(value)) for name, value in relevant.items()),
-                plain_values(fn),
-            )
+            of_fn = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in relevant.items()))
+            key = of_fn, plain_values(fn)
             hash(key)
         except (TypeError, OptionError):  # an option that is not hashable, or not valid
             return Program(fn, options)
@@ -261,6 +261,8 @@ class ProgramCache:
                 program = Program(fn, options)
                 for dropped in [other for other, kept in self._kept.items() if kept.program is None]:
                     del self._kept[dropped]
+                for older in [other for other in self._kept if other[0] == of_fn][: 1 - _MOST_VARIANTS]:
+                    self._kept.pop(older).drop()
                 self._kept[key] = _Kept(program.of(_provided_by_calls, False), (*parts, *in_place))
             else:
                 program = program.of(fn, options.get("progress", False))

@@ -7,8 +7,9 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator
+from enum import Enum
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,16 @@ import numpy as np
 _PLAIN = frozenset([bool, bytes, complex, float, int, str, type(None)])
 """Types of values that are compared with those of an earlier trace."""
 
+_FUNCTIONS = frozenset([BuiltinFunctionType, FunctionType, np.ufunc])
+
 _LIBRARIES = "keras.", "tensorflow."
 """Prefixes of modules whose functions do not change."""
 
 _OF_GLOBALS = frozenset(["LOAD_GLOBAL", "LOAD_NAME"])
 _OF_ATTRIBUTES = frozenset(["LOAD_ATTR", "LOAD_METHOD"])
-_ASSIGN = frozenset(["DELETE_GLOBAL", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"])
-"""Instructions of Python that read global names and attributes, and that assign to names which other code may read."""
+_ASSIGN_GLOBALS = frozenset(["DELETE_GLOBAL", "STORE_GLOBAL"])
+_ASSIGN_NONLOCALS = frozenset(["DELETE_DEREF", "STORE_DEREF"])
+"""Instructions of Python that read global names and attributes, and that assign to variables."""
 
 
 class _Names(NamedTuple):
@@ -33,8 +37,8 @@ class _Names(NamedTuple):
     imported: tuple[str, ...]
     """Modules."""
 
-    assigned: frozenset[str]
-    """Global and nonlocal names, and those of attributes, that it assigns to."""
+    assigned_globals: frozenset[str]
+    assigned_nonlocals: frozenset[str]
 
 
 @lru_cache(maxsize=1024)
@@ -44,7 +48,13 @@ def _names_in(code: CodeType) -> _Names:
     def names(kinds: Collection[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(line.argval for line in lines if line.opname in kinds))
 
-    return _Names(names(_OF_GLOBALS), names(_OF_ATTRIBUTES), names(["IMPORT_NAME"]), frozenset(names(_ASSIGN)))
+    return _Names(
+        names(_OF_GLOBALS),
+        names(_OF_ATTRIBUTES),
+        names(["IMPORT_NAME"]),
+        frozenset(names(_ASSIGN_GLOBALS)),
+        frozenset(names(_ASSIGN_NONLOCALS)),
+    )
 
 
 def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
@@ -81,37 +91,50 @@ def values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def plain_values(fn: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the numbers, texts and flags to which a function refers by name, with these names, as a hashable value.
+    """Return the numbers, texts and flags to which a function refers as global and nonlocal variables, as a hashable value.
 
-    They are global and nonlocal ones, and attributes of the object of a method. Functions of the same module that it calls
-    count as parts of it, with their code. Names to which it assigns are left out, for instance that of a counter of traces.
+    Functions of its module that it calls count as parts of it, with their code and defaults, and others by their names.
+    Variables to which these functions assign are left out, for instance counters of traces.
     """
     while type(fn) is partial:
         fn = fn.func
-    if type(fn) not in (FunctionType, MethodType):
-        fn = MethodType(type(fn).__call__, fn)
-    module: Any = getattr(fn, "__module__", None)
-    if str(module).startswith(_LIBRARIES):
-        return ()
-    found, assigned, pending, seen = list[tuple[Any, ...]](), set[str](), [fn], set[int]()
+    each: Any = fn if type(fn) in (FunctionType, MethodType) else type(fn).__call__
+    each, pending = getattr(each, "__func__", each), list[FunctionType]()
+    while type(each) is FunctionType and each not in pending:  # a decorator, and the function that it wraps
+        pending.append(each)
+        each = vars(each).get("__wrapped__")
+    pending = [function for function in pending if not str(function.__module__).startswith(_LIBRARIES)]
+    modules = [function.__globals__ for function in pending]
+    found, assigned, seen = list[tuple[Any, ...]](), set[str](), set[FunctionType]()
     while pending:
-        each: Any = pending.pop()
-        function, owner = (each.__func__, each.__self__) if type(each) is MethodType else (each, None)
-        if type(function) is not FunctionType or id(function) in seen or function.__module__ != module:
-            continue
-        seen.add(id(function))
+        function = pending.pop()
+        seen.add(function)
         names, known = _names_in(function.__code__), function.__globals__
-        assigned |= names.assigned
-        found.append((function.__code__,))
-        values = [*((name, known[name]) for name in names.globals if name in known), *_cells_of(function)]
-        if owner is not None:
-            values += [(name, inspect.getattr_static(owner, name, None)) for name in names.attributes]
+        assigned |= names.assigned_globals
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        found.append((function.__code__, *(_key_of(value) for value in defaults if _is_plain(value))))
+        values: list[tuple[Any, Any]] = [(name, known[name]) for name in names.globals if name in known]
+        values += [(None, value) for name, value in _cells_of(function) if name not in names.assigned_nonlocals]
         for name, value in values:
-            if type(value) in _PLAIN:
-                found.append((name, type(value), value))
-            elif type(value) is FunctionType:
-                pending.append(value if owner is None else MethodType(value, owner))
+            if _is_plain(value):
+                found.append((name, _key_of(value)))
+            elif type(value) in _FUNCTIONS:
+                found.append((name, getattr(value, "__module__", None), value.__name__))
+                ours = type(value) is FunctionType and any(value.__globals__ is module for module in modules)
+                if ours and value not in seen:
+                    pending.append(value)
     return tuple(entry for entry in found if entry[0] not in assigned)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, np.generic | Enum)
+
+
+def _key_of(value: Any) -> Any:
+    """Return a hashable value that differs for 1, 1.0 and True, and for 0.0 and -0.0."""
+    return type(value), value if type(value) in (str, bytes, int) else repr(value)
 
 
 def _cells_of(fn: Any) -> list[tuple[str, Any]]:

@@ -52,7 +52,12 @@ class Reduction:
                 f"reducer={reducer!r:.80}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, "
                 "or a devicemap.Reducer. Several arrays of data are a tuple, as in (x, y)"
             )
-        self.key = reducer_key(reducer) if isinstance(reducer, Reducer) else freeze(self._reducer)
+        try:
+            self.key = reducer_key(reducer) if isinstance(reducer, Reducer) else freeze(self._reducer)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"initial={reducer.initial!r:.80} of a Reducer; expected a nest of tensors ({error})"
+            ) from error
         """Hashable; equal for equal reducers."""
 
     def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -153,6 +153,20 @@ def verify(
     results["over devices"] = tf.nest.flatten(as_nodes(mapped))
     findings += _differences(compiled, wanted, results, tolerance)
     return Verification(program.name, len(kept), count - left_out, compiled.devices, tuple(findings))
+
+
+def of_first_layer(verification: Verification, names: Mapping[str, str]) -> Verification:
+    """Return the findings of a model's first layer only. `names`: of the layers, by the keys of their outputs, in order."""
+    found = next((key for key in names for each in verification.findings if f"['{key}']" in (each.output or "")), None)
+    if found is None:
+        return verification
+    path, text = f"the result['{found}']", f"the output of layer {names[found]!r}"
+    findings = tuple(
+        replace(each, output=each.output.replace(path, text), difference=each.difference.replace(path, text))
+        for each in verification.findings
+        if each.output is not None and path in each.output
+    )
+    return replace(verification, findings=findings)
 
 
 def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Callable[[Sequence[int]], list[Any]]:

@@ -11,6 +11,7 @@ function.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, Literal
@@ -272,7 +273,8 @@ class _Failures:
 
     def __init__(self) -> None:
         self._lost: list[str] = []
-        self._rows, self._first_row = 0, ""
+        self._rows = 0
+        self._first_row: tuple[int, str] = sys.maxsize, ""
         self._succeeded = False
 
     def add(self, event: Event) -> None:
@@ -284,7 +286,7 @@ class _Failures:
             )
         elif isinstance(event, RowFailed):
             self._rows += 1
-            self._first_row = self._first_row or f"{event.shard}: {error_text(event.error)}"
+            self._first_row = min(self._first_row, (event.shard.start, f"{event.shard}: {error_text(event.error)}"))
         elif isinstance(event, ChunkFinished):
             self._succeeded = True
 
@@ -294,5 +296,5 @@ class _Failures:
         if self._rows and (rows or not self._succeeded):
             failed = "1 row failed and is" if self._rows == 1 else f"{self._rows} rows failed and are"
             everything = "" if self._succeeded else "all "
-            messages.append(f"{everything}{failed} left out; the first: {self._first_row}")
+            messages.append(f"{everything}{failed} left out; the first: {self._first_row[1]}")
         return messages

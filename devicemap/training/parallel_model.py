@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -28,7 +28,7 @@ from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, add_note, brief, function_error, warn_user
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.training import DeviceShare, TrainingReport
-from devicemap.inspect.verify import Verification
+from devicemap.inspect.verify import Verification, of_first_layer
 from devicemap.training.forward import ForwardPass
 from devicemap.training.mapping import mapping
 from devicemap.training.row_losses import RowLosses, of_all_rows
@@ -172,15 +172,18 @@ class ParallelModel:
             model = keras.Model(model.inputs, {key: layer.output for key, layer in zip(names, layers)})
 
         def infer(*leaves: Any) -> Any:
-            return model(tf.nest.pack_sequence_as(data, leaves), training=False)
+            outputs = model(tf.nest.pack_sequence_as(data, leaves), training=False)
+            if not names:
+                return outputs
+            return {key: tuple(each) if isinstance(each := outputs[key], list) else each for key in names}
 
         mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
         verification = mapper.verify(leaves, rows, tolerance=tolerance, seconds=seconds)
-        return _of_first_layer(verification, names)
+        return of_first_layer(verification, names)
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Create the function of a loop in place of Keras, which would compile it with XLA for one device."""
-        self._begins |= name == "make_train_function"
+        self._begins = name == "make_train_function"
         made = name.removeprefix("make_")
         step = made.replace("function", "step")
         if getattr(vars(self._model).get(step), "func", None) != self._step:
@@ -208,8 +211,9 @@ class ParallelModel:
         specs = getattr(batches, "element_spec", None)  # Keras weights some means by static numbers of rows
         if any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(specs)):
             specs = None
-        if step == "train_step" and self._begins and not isinstance(batches, Generator):  # from `train_on_batch`
-            self._sizes.clear()
+        if step == "train_step":
+            if self._begins and not isinstance(batches, Generator):  # `train_on_batch` makes one
+                self._sizes.clear()
             self._begins = False
         results = []
         for batch in map(_without_optionals, islice(iter(batches), self._model.steps_per_execution)):
@@ -290,20 +294,6 @@ class ParallelModel:
                 "stateless_call",
             )
         return results
-
-
-def _of_first_layer(verification: Verification, names: Mapping[str, str]) -> Verification:
-    """Return the findings of the first layer only, with its name. `names`: of the layers, by the keys of their outputs."""
-    found = next((key for key in names for each in verification.findings if f"['{key}']" in (each.output or "")), None)
-    if found is None:
-        return verification
-    path, text = f"the result['{found}']", f"the output of layer {names[found]!r}"
-    findings = tuple(
-        replace(each, output=each.output.replace(path, text), difference=each.difference.replace(path, text))
-        for each in verification.findings
-        if each.output is not None and path in each.output
-    )
-    return replace(verification, findings=findings)
 
 
 def _infer(model: Any, batch: Any) -> Any:

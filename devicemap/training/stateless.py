@@ -273,7 +273,9 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
                 "of keras.random without a seed: use a keras.random.SeedGenerator of the layer, and pass metrics to compile"
             )
     for leaf in tf.nest.flatten(outputs):
-        if not tf.is_tensor(leaf) and any(map(_is_symbolic, getattr(leaf, "__dict__", {}).values())):
+        if not tf.is_tensor(leaf) and any(
+            map(_is_symbolic, tf.nest.flatten(list(getattr(leaf, "__dict__", {}).values())))
+        ):
             raise failure(
                 f"a layer returns an object of {type(leaf).__name__}, whose tensors cannot be gathered from several devices; "
                 "return them in a tuple, a named tuple or a dict"

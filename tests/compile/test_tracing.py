@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -87,47 +87,62 @@ FACTOR = 2.0
 TRACES = 0
 
 
-class Scales:
-    """Multiplies in several ways by a number that changes."""
+class Counts:
+    """Counts the traces of a method."""
 
-    def __init__(self) -> None:
-        self.factor = 2.0
+    count = 0
 
-    def __call__(self, row: Any) -> Any:
-        return row * self.factor
-
-    def with_helper(self, row: Any) -> Any:
-        return self(row) if self.factor else self._other(row)
-
-    def _other(self, row: Any) -> Any:
-        return row * self.factor
+    def of(self, row: Any) -> Any:
+        self.count += 1
+        return _times_factor(row)
 
 
 def _global(row: Any) -> Any:
     global TRACES
     TRACES += 1
-    return _times_factor(row)
+    other = row
+    return tf.map_fn(lambda each: _times_factor(each) + 0 * other[0], row)
 
 
 def _times_factor(row: Any) -> Any:
     return row * FACTOR
 
 
-@pytest.mark.parametrize("kind", ["global", "nonlocal", "object", "method", "partial"])
-def test_parallel_map_notices_other_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nonlocal_factor, scales, traces = 2.0, Scales(), TRACES
+def _doubling(fn: Any) -> Any:
+    @wraps(fn)
+    def twice(row: Any) -> Any:
+        return fn(row) * (FACTOR / FACTOR)
+
+    return twice
+
+
+@pytest.mark.parametrize("kind", ["global", "nonlocal", "partial", "decorated", "method"])
+@pytest.mark.parametrize("number", [float, np.float32])
+def test_parallel_map_notices_other_numbers(kind: str, number: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nonlocal_factor, counts, traces = 0.0, Counts(), TRACES
     fn: Any = {
         "global": _global,
         "nonlocal": lambda row: row * nonlocal_factor,
-        "object": scales,
-        "method": scales.with_helper,
         "partial": partial(lambda other, row: _times_factor(row), 0),
+        "decorated": _doubling(_times_factor),
+        "method": counts.of,
     }[kind]
-    for factor in (2.0, 2.0, 3.0):
-        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
-        scales.factor = nonlocal_factor = factor
+    for factor in (2.0, 2.0, 3.0, 3.0):
+        nonlocal_factor = number(factor)
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", nonlocal_factor)
         np.testing.assert_array_equal(devicemap.parallel_map(fn, X), factor * X)
     assert TRACES - traces == (2 if kind == "global" else 0)
+    assert counts.count == (2 if kind == "method" else 0)
+
+
+def test_parallel_map_keeps_few_traces_for_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _counting()
+    devicemap.parallel_map(first, X)
+    for factor in range(100):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", float(factor))
+        devicemap.parallel_map(_times_factor, X[:1])
+    devicemap.parallel_map(first, X)
+    assert first.count == 1
 
 
 def test_a_function_that_closes_over_the_users_graph() -> None:

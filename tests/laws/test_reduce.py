@@ -255,11 +255,20 @@ class Unhashable:
 
 @pytest.mark.parametrize(
     "reducer",
-    ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None), Reducer(0, Unhashable(), max)],
+    [
+        "median",
+        None,
+        3,
+        {},
+        ("sum", "most"),
+        Reducer(0, None, None),
+        Reducer(0, Unhashable(), max),
+        Reducer(None, max, max),
+    ],
     ids=lambda reducer: str(reducer)[:10],
 )
 def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
-    with pytest.raises(OptionError, match=r"sum|step"):
+    with pytest.raises(OptionError, match=r"sum|step|initial"):
         parallel_reduce(lambda x: x, tf.range(3), reducer, devices=TWO)
 
 

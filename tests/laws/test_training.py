@@ -100,6 +100,11 @@ def test_verify_names_the_first_layer_that_differs(devices: list[str]) -> None:
     assert verification.rows == 5
     assert [finding.output for finding in verification.findings] == ["the output of layer 'centred'"]
     assert "the output of layer 'centred' has " in str(verification)
+    inputs = keras.Input([3, 2])
+    outputs, _ = layers.GRU(4, return_state=True)(inputs)
+    recurrent = keras.Model(inputs, outputs)
+    recurrent.compile("sgd", "mse", jit_compile=False)
+    assert devicemap.parallelize(recurrent, devices).verify(np.ones([8, 3, 2], "f")).ok
 
 
 class Contracting(layers.Layer):
@@ -319,6 +324,9 @@ def test_report_counts_all_rows(devices: list[str]) -> None:
     for _ in range(3):
         model.train_on_batch(X[:11], Y[:11])
     assert model.report().steps == 4 * 2 + 3
+    again = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.train_on_batch(X[:2], Y[:2]))
+    model.fit(X, Y, batch_size=11, epochs=2, callbacks=[again], verbose=0)
+    assert model.report().steps == 4 * 2 + 2
 
 
 class Stops(keras.callbacks.Callback):
