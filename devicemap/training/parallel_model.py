@@ -175,7 +175,7 @@ class ParallelModel:
             outputs = model(tf.nest.pack_sequence_as(data, leaves), training=False)
             if not names:
                 return outputs
-            return {key: tuple(each) if isinstance(each := outputs[key], list) else each for key in names}
+            return {key: tuple(outputs[key]) if isinstance(outputs[key], list) else outputs[key] for key in names}
 
         mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
         verification = mapper.verify(leaves, rows, tolerance=tolerance, seconds=seconds)
