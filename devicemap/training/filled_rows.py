@@ -1,4 +1,4 @@
-"""Batches whose number of rows is unknown while a step is traced, and may be smaller than that of devices."""
+"""The rows of a batch: copies of them, if there may be fewer than devices, and where they come from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import are_followed
 from devicemap.data.rows import count_rows, take_rows
 from devicemap.data.shards import join
+from devicemap.devices import kind_of
 
 
 def filled(rows: Sequence[Any], devices: int) -> list[Any]:
@@ -32,3 +33,12 @@ def are_real(shards: Any, count: Any, devices: int) -> Any:
     With fewer rows than devices, each shard has one row.
     """
     return (tf.range(shards, dtype=tf.int64) < count) | (count >= devices)
+
+
+def are_computed(rows: Sequence[Any]) -> bool:
+    """Whether rows come from ops of a step, which the placer puts on GPUs. The rows of the batch are on the host."""
+    tensors = tf.nest.flatten(list(rows), expand_composites=True)
+    return any(
+        kind_of(tensor.device) != "CPU" if hasattr(tensor, "numpy") else tensor.op.type != "Placeholder"
+        for tensor in tensors
+    )

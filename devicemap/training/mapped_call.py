@@ -31,10 +31,9 @@ from devicemap.compile.returned import with_equal_rows, with_row_counts_checked,
 from devicemap.compile.transfers import send_along_tree, sent_together
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
-from devicemap.devices import kind_of
 from devicemap.errors import failure
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
-from devicemap.training.filled_rows import are_real, filled
+from devicemap.training.filled_rows import are_computed, are_real, filled
 from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
@@ -55,7 +54,7 @@ class MappedCall:
         """The tensors that are cut: the arguments of the layer, and targets."""
         self._states = [variable for variable in forward.variables if not is_seed(variable)]
         """The variables, besides seeds, that may get new values."""
-        self._cutting_device = forward.home if _are_computed(given.rows) else HOST
+        self._cutting_device = forward.home if are_computed(given.rows) else HOST
         """The device on which the rows are cut."""
         if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
             with tf.device(self._cutting_device):
@@ -120,8 +119,7 @@ class MappedCall:
             with forward.plain(), recomputing(forward.recomputed):
                 values = [*map(_read, self._survey.variables)] if self._runs_again else None
                 results = self._on_rows(rows, values)
-            counts = [[count] for count in self._counts(results)]
-            return tuple(self._checked(results, counts, [count_rows(rows[0])]))
+            return tuple(self._checked(results, [[each] for each in self._counts(results)], [count_rows(rows[0])]))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
         options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
@@ -218,8 +216,8 @@ class MappedCall:
 
     def _checked(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
         """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
-        returned = [tf.stack(each) for each in counts]
-        return with_row_counts_checked(results, returned, sizes, self._layer.name) if returned else list(results)
+        of_leaves = [*map(tf.stack, counts)]
+        return with_row_counts_checked(results, of_leaves, sizes, self._layer.name) if of_leaves else list(results)
 
     def _in_microbatches(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]]) -> list[Any]:
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
@@ -266,8 +264,9 @@ class MappedCall:
         for i in range(losses):
             loss = tf.reduce_sum(others[i])
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
-        for i in range(losses, len(others)):
-            others[i] = tf.stop_gradient(others[i])  # it is assigned, and TensorFlow would trace a gradient
+        others[losses:] = map(
+            tf.stop_gradient, others[losses:]
+        )  # they are assigned, and TensorFlow would trace gradients
         states = [*others, count_rows(rows[0])]
         if self._survey.meets and self._microbatches == 1:  # each device has rows
             return tensors, [tf.expand_dims(state, 0) for state in states]
@@ -321,12 +320,3 @@ def _read(variable: Any) -> Any:
     if is_seed(variable):
         stored.assign(value + tf.constant([0, 1], value.dtype))
     return value
-
-
-def _are_computed(rows: Sequence[Any]) -> bool:
-    """Whether rows come from ops of a step, which the placer puts on GPUs. The rows of the batch are on the host."""
-    tensors = tf.nest.flatten(list(rows), expand_composites=True)
-    return any(
-        kind_of(tensor.device) != "CPU" if hasattr(tensor, "numpy") else tensor.op.type != "Placeholder"
-        for tensor in tensors
-    )
