@@ -264,9 +264,7 @@ class MappedCall:
         for i in range(losses):
             loss = tf.reduce_sum(others[i])
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
-        others[losses:] = map(
-            tf.stop_gradient, others[losses:]
-        )  # they are assigned, and TensorFlow would trace gradients
+        others[losses:] = map(tf.stop_gradient, others[losses:])  # TensorFlow would trace gradients of new values
         states = [*others, count_rows(rows[0])]
         if self._survey.meets and self._microbatches == 1:  # each device has rows
             return tensors, [tf.expand_dims(state, 0) for state in states]
