@@ -129,7 +129,7 @@ def plain_values(fn: Callable[..., Any]) -> tuple[Any, ...]:
 def _is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, np.generic | Enum)
+    return type(value) in _PLAIN or issubclass(type(value), np.generic | Enum)  # isinstance asks a proxy for its class
 
 
 def _key_of(value: Any) -> Any:
