@@ -77,7 +77,7 @@ class CompiledMap:
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self.shards = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
-        """Returns the shards of a call on a number of rows, and the `sizes` that the graph for it takes."""
+        """Returns the shards of a call on a number of rows, on all or the first slots, and the `sizes` that its graph takes."""
         self._invoker = Invoker(is_steady(self.traced.user_function))
 
     def graph(self, spec: CallSpec) -> Any:
@@ -267,7 +267,7 @@ class CompiledMap:
         return self._trace(stream)
 
 
-def _shards_of(slots: Sequence[str], rows: int) -> tuple[tuple[Shard, ...], Any]:
-    shards = shard_rows(rows, slots)
+def _shards_of(slots: Sequence[str], rows: int, most: int | None = None) -> tuple[tuple[Shard, ...], Any]:
+    shards = shard_rows(rows, slots[:most])
     with tf.init_scope(), tf.device(HOST):
         return shards, tf.constant([len(shard) for shard in shards], tf.int32)

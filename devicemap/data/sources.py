@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -102,24 +103,23 @@ class MemorySource:
         self._all = Chunk(0, self._next, ())
 
 
+class BatchUse(Enum):
+    """How the batches of a dataset become chunks."""
+
+    WHOLE = "each batch is a chunk"
+    CUT = "each batch is cut into chunks"
+    JOINED = "a chunk may have rows of several batches"
+
+
 class DatasetSource:
-    """Chunks of a `tf.data.Dataset` of batches. Batches stay whole, are cut, or are cut and joined to chunks of any size."""
+    """Chunks of a `tf.data.Dataset` of batches."""
 
     reads = True
 
-    def __init__(self, dataset: Any, specs: Any, rows: int | None, batch_size: int | None, whole: bool, joined: bool):
-        """Read batches.
-
-        Args:
-            dataset: of batches of rows.
-            specs: nest of `tf.TypeSpec`s of a chunk.
-            rows: number of rows, `None` if unknown.
-            batch_size: the most rows of a chunk.
-            whole: whether each batch is a chunk.
-            joined: whether rows of several batches may be in a chunk.
-        """
+    def __init__(self, dataset: Any, specs: Any, rows: int | None, batch_size: int | None, use: BatchUse):
+        """`dataset`: of batches of rows; `specs`, `rows`: as in `Source`; `batch_size`: the most rows of a chunk."""
         self.specs, self.rows, self.batch_size = specs, rows, batch_size
-        self._whole, self._joined = whole, joined
+        self._use = use
         self._batches = _read(dataset)
         count = int(dataset.cardinality())
         self._batches_left = count if count >= 0 else None
@@ -131,7 +131,7 @@ class DatasetSource:
     def chunk_rows(self) -> int | None:
         if self.batch_size is not None:
             return self.batch_size
-        return math.ceil(self._usual_rows) if self._whole else None
+        return math.ceil(self._usual_rows) if self._use is BatchUse.WHOLE else None
 
     def take(self, rows: int) -> Chunk | None:
         start = self._next
@@ -147,10 +147,10 @@ class DatasetSource:
             if batch is None:
                 break
             stop = batch.start + batch.count
-            taken = batch.cut(self._next, stop if self._whole else min(self._next + left, stop))
+            taken = batch.cut(self._next, stop if self._use is BatchUse.WHOLE else min(self._next + left, stop))
             cuts.append(taken.leaves)
             self._next += taken.count
-            if self._whole or not self._joined:
+            if self._use is not BatchUse.JOINED:
                 break
         if not cuts:
             return None
@@ -172,7 +172,7 @@ class DatasetSource:
 
     def rows_of_first_batch(self) -> int | None:
         """Read the first batch if batches are not cut, and return its number of rows; otherwise return `None`."""
-        first = self._unread() if self._whole else None
+        first = self._unread() if self._use is BatchUse.WHOLE else None
         return None if first is None else first.count
 
     @property
@@ -248,17 +248,17 @@ def from_dataset(dataset: Any, options: Options) -> DatasetSource:
                 f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
                 ".batch(n) on it, or set batched=False for a fn of one sample"
             )
-    size = options.chunk_rows
+    size, rows = options.chunk_rows, None
     if options.batched:
-        whole, rows = options.batch_size is None, None
-        joined = options.batch_size == "auto" and not any(_unknown_dimensions(spec)[1:] for spec in specs)
+        joins = options.batch_size == "auto" and not any(_unknown_dimensions(spec)[1:] for spec in specs)
+        use = BatchUse.WHOLE if options.batch_size is None else BatchUse.JOINED if joins else BatchUse.CUT
     else:
         cardinality = int(dataset.cardinality())
         rows = cardinality if cardinality >= 0 else None
-        dataset, joined = _batches_of_samples(dataset, size)
-        whole, size = False, size if joined else 1
+        dataset, joins = _batches_of_samples(dataset, size)
+        use, size = (BatchUse.JOINED, size) if joins else (BatchUse.CUT, 1)
     of_chunk = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
-    return DatasetSource(dataset, of_chunk, rows, size, whole, joined)
+    return DatasetSource(dataset, of_chunk, rows, size, use)
 
 
 def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:

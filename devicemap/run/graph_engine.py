@@ -205,19 +205,14 @@ def call_inside(
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.with_row_seeds(rows.leaves, 0, count)
         engine = compiled.engine_inside()
-        most = 1 if compiled_as_a_part() else len(compiled.slots)  # XLA compiles all shards for one device
-        if rows.count and most == 1:
-            spec, sizes = (
-                CallSpec.of_shards(1, engine, ANY_ORDER, static_rows=True),
-                tf.constant([rows.count], tf.int32),
-            )
-        elif rows.count:
-            shards, sizes = compiled.shards(rows.count)
+        slots = 1 if compiled_as_a_part() else len(compiled.slots)  # XLA compiles all shards for one device
+        if rows.count:
+            shards, sizes = compiled.shards(rows.count, slots)
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
             spec = CallSpec.of_shards(len(shards), engine, ANY_ORDER, static_rows=static_rows)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
-            spec = CallSpec.of_shards(most, engine, ANY_ORDER, empty_shards=rows.count == 0 or not filled)
-            sizes = sizes_in_graph(count, most)
+            spec = CallSpec.of_shards(slots, engine, ANY_ORDER, empty_shards=rows.count == 0 or not filled)
+            sizes = sizes_in_graph(count, slots)
         graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
         if on_call is not None:
