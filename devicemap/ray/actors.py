@@ -34,14 +34,17 @@ STATE = "state"
 
 
 class Actor:
-    """Maps blocks, from a table to columns, with the callable that a factory returns."""
+    """Maps or reduces blocks, from a table to columns."""
 
-    def __init__(self, factory: Any, seed: int | None, gpus: bool):
-        """`factory` is pickled, because variables in it start TensorFlow."""
+    def __init__(self, job: Any, seed: int | None, gpus: bool):
+        """`job`: pickled `fn`, reducer or `None`, and options. Unpickling variables starts TensorFlow."""
         # Ray does not hide GPUs. With a `runtime_env` that hides them, Ray would read blocks in tasks that need further CPUs.
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self._run: Callable[[Any], Any] = pickle.loads(factory)()
+        fn, reducer, options = pickle.loads(job)
+        self._run: Callable[[Any], Any] = (
+            DeviceMap(fn, **options) if reducer is None else _reducing(fn, reducer, options)
+        )
         self._seed = seed
 
     def __call__(self, block: Any) -> dict[str, Any]:
@@ -55,17 +58,10 @@ def pickled(value: Any) -> bytes:
     """Pickle an object, also functions and classes of the program, by value."""
     from ray import cloudpickle
 
-    dumps: Any = cloudpickle.dumps
-    result: bytes = dumps(value)
-    return result
+    return bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
 
 
-def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return a function that maps rows."""
-    return DeviceMap(fn, **options)
-
-
-def reducer(reducer: Any, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
+def _reducing(fn: Callable[..., Any], reducer: Any, options: dict[str, Any]) -> Callable[[Any], Any]:
     """Return a function that reduces rows to one pickled state."""
     program = Program(fn, options)
     return Mapper(program.reducing(_Unfinished(reducer)), Observers(program.name, program.options, program.gpus)).run
@@ -114,11 +110,8 @@ def rows_of(table: Any) -> dict[str, Any]:
         column: Any = BlockAccessor.for_block(pa.table({name: array})).to_numpy(name)
         return _checked(name, kind, column)
 
-    chunked = {name: table.column(name) for name in table.column_names}
-    return {
-        name: of_array(name, column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
-        for name, column in chunked.items()
-    }
+    columns = zip(table.column_names, table.columns)
+    return {name: of_array(name, c.chunk(0) if c.num_chunks == 1 else c.combine_chunks()) for name, c in columns}
 
 
 def _checked(name: str, kind: Any, column: np.ndarray) -> Any:
@@ -141,23 +134,20 @@ def columns_of(result: Any) -> dict[str, Any]:
     Raises:
         FunctionError: the result is neither a dict of columns nor one column.
     """
-    columns = result if isinstance(result, Mapping) else {RESULT: result}
-    for name, column in columns.items():
-        if not isinstance(name, str) or not isinstance(column, tf.Tensor | tf.RaggedTensor):
-            raise failure(f"fn returns {columns!r}; expected a dict of columns, dense or ragged, or one such tensor")
-    return {name: _column_of(name, column) for name, column in columns.items()}
-
-
-def _column_of(name: str, column: Any) -> Any:
     import pyarrow as pa
 
-    if isinstance(column, tf.Tensor):
-        array = np.asarray(column)  # without the copy that `.numpy()` makes
-        if array.dtype.kind in "biuf":
-            return array  # Ray converts arrays with inner axes to its tensors
-    try:
-        return as_arrow(pa, column)
-    except pa.ArrowException as error:
-        raise failure(
-            f"fn returns {name!r} of {column.dtype.name}, which Arrow cannot hold ({error}); cast it, or return its parts"
-        ) from error
+    results, columns = result if isinstance(result, Mapping) else {RESULT: result}, {}
+    for name, column in results.items():
+        if not isinstance(name, str) or not isinstance(column, tf.Tensor | tf.RaggedTensor):
+            raise failure(f"fn returns {results!r}; expected a dict of columns, dense or ragged, or one such tensor")
+        if isinstance(column, tf.Tensor):
+            columns[name] = np.asarray(column)  # without the copy that `.numpy()` makes
+            if columns[name].dtype.kind in "biuf":
+                continue  # Ray converts arrays with inner axes to its tensors
+        try:
+            columns[name] = as_arrow(pa, column)
+        except pa.ArrowException as error:
+            raise failure(
+                f"fn returns {name!r} of {column.dtype.name}, which Arrow cannot hold ({error}); cast it, or return its parts"
+            ) from error
+    return columns

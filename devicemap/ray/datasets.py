@@ -8,7 +8,7 @@ The random numbers of a row depend only on its number, so the dataset gets a col
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,8 +20,7 @@ from devicemap.compile.reduction import Reduction
 from devicemap.data.structure import freeze
 from devicemap.errors import DataError, DeviceMapError, OptionError, failure
 from devicemap.options import check_count, check_options
-from devicemap.ray.actors import NUMBER, STATE, Actor, mapper, pickled
-from devicemap.ray.actors import reducer as state_reducer
+from devicemap.ray.actors import NUMBER, STATE, Actor, pickled
 
 _CHUNKS = 16
 """The chunks in a batch that Ray sends to an actor with GPUs. With this number, actors seldom wait for the next batch."""
@@ -71,7 +70,7 @@ def map_batches(
             features = devicemap.ray.map_batches(images, describe, concurrency=2, num_gpus=1, batch_size=64)
             features.write_parquet("features")
     """
-    return _by_actors(dataset, fn, mapper, concurrency, num_gpus, num_cpus, options)
+    return _by_actors(dataset, fn, None, concurrency, num_gpus, num_cpus, options)
 
 
 def reduce(
@@ -106,53 +105,46 @@ def reduce(
             devicemap.ray.reduce(images, lambda row: tf.cast(row["image"], tf.float32), "mean", concurrency=2)
     """
     reduction = Reduction(reducer)
-    states = _by_actors(dataset, fn, partial(state_reducer, reducer), concurrency, num_gpus, num_cpus, options)
+    states = _by_actors(dataset, fn, reducer, concurrency, num_gpus, num_cpus, options)
     blocks = _in_order(states).iter_batches(batch_size=None, batch_format="numpy")
     found = (pickle.loads(state) for block in blocks for state in block[STATE])
     first = next(found, None)
     if first is None:
         raise DataError("the dataset has no rows, so what fn returns is unknown; pass a dataset with at least one row")
-    bound = reduction.of(*first[:2])
-    merged = bound.merged_as_they_come(map(partial(_state_of, of_first=first), chain([first], found)), "/CPU:0")
-    return bound.packed(bound.finished(merged or []))
+    structure, specs, _ = first
+    bound, wanted = reduction.of(structure, specs), _dtypes(structure, specs)
+
+    def checked() -> Iterator[Any]:
+        for structure, specs, state in chain([first], found):
+            results = _dtypes(structure, specs)
+            if freeze(results) != freeze(wanted):
+                raise failure(
+                    f"fn returns {wanted} for the first block, but {results} for another one; cast its results in fn"
+                )
+            yield state
+
+    return bound.packed(bound.finished(bound.merged_as_they_come(checked(), "/CPU:0") or []))
 
 
-def _state_of(of_block: Any, of_first: Any) -> Any:
-    """Return the state of a block. Raise `FunctionError` if `fn` returns other results than for the first block."""
-    results, first = (
-        tf.nest.pack_sequence_as(structure, [spec.dtype.name for spec in specs])
-        for structure, specs, _ in (of_block, of_first)
-    )
-    if freeze(results) != freeze(first):
-        raise failure(f"fn returns {first} for the first block, but {results} for another one; cast its results in fn")
-    return of_block[-1]
-
-
-def _import_ray() -> Any:
-    """Return the module `ray`, with `ray.data`.
-
-    Raises:
-        DeviceMapError: Ray Data is not installed.
-    """
-    try:
-        import ray
-        import ray.data
-    except ModuleNotFoundError as error:
-        raise DeviceMapError("devicemap.ray needs Ray Data, which is not installed: pip install 'ray[data]'") from error
-    return ray
+def _dtypes(structure: Any, specs: Sequence[Any]) -> Any:
+    return tf.nest.pack_sequence_as(structure, [spec.dtype.name for spec in specs])
 
 
 def _by_actors(
     dataset: Any,
     fn: Callable[..., Any],
-    make: Callable[..., Any],
+    reducer: Any,
     concurrency: int | tuple[int, int],
     num_gpus: float | None,
     num_cpus: float | None,
     options: dict[str, Any],
 ) -> Any:
-    """Return a dataset that actors compute from another one, with the callable that `make(fn, options)` returns."""
-    ray = _import_ray()
+    """Return a dataset of mapped rows, or with a reducer of states, which actors compute from another one."""
+    try:
+        import ray
+        import ray.data
+    except ModuleNotFoundError as error:
+        raise DeviceMapError("devicemap.ray needs Ray Data, which is not installed: pip install 'ray[data]'") from error
     if not isinstance(dataset, ray.data.Dataset):
         raise DataError(
             f"dataset is of type {type(dataset).__name__}; expected a ray.data.Dataset, as of ray.data.read_parquet"
@@ -179,12 +171,12 @@ def _by_actors(
     seed = options.pop("seed", None)
     if seed is not None:
         options["name"] = checked.name or getattr(fn, "__name__", type(fn).__name__)
-        dataset, fn = _numbered(dataset), partial(_with_seed, fn)
+        dataset, fn = _numbered(ray, dataset), partial(_with_seed, fn)
     # Pickled together, so that variables in both stay the same. Ray stores an array only once in the memory of a host.
-    factory = np.frombuffer(pickled(partial(make, fn, options)), np.uint8)
+    job = np.frombuffer(pickled((fn, reducer, options)), np.uint8)
     return dataset.map_batches(
         Actor,
-        fn_constructor_args=(factory, seed, bool(num_gpus)),
+        fn_constructor_args=(job, seed, bool(num_gpus)),
         compute=ray.data.ActorPoolStrategy(min_size=sizes[0], max_size=sizes[1]),
         batch_size=rows,
         batch_format="pyarrow",
@@ -197,9 +189,8 @@ def _with_seed(fn: Callable[..., Any], columns: Any, seed: Any) -> Any:
     return fn(columns, seed=seed)
 
 
-def _numbered(dataset: Any) -> Any:
+def _numbered(ray: Any, dataset: Any) -> Any:
     """Return the dataset with a column of row numbers, in Ray's object store."""
-    ray = _import_ray()
     ordered = _in_order(dataset)
     tables = ordered.materialize().to_arrow_refs()
     count, number = ray.remote(lambda table: len(table)), ray.remote(_number)
