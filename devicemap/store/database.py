@@ -61,13 +61,10 @@ _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 
 
 class Header(NamedTuple):
-    """The call that computes the results in a directory."""
+    """The call that computes the results in a directory, as JSON, and the number of rows of the data if it is known."""
 
     call: dict[str, Any]
-    """JSON: specs of results and inputs, options, and the fingerprint of the function."""
-
     rows: int | None
-    """Number of rows of the data, `None` if it is unknown so far."""
 
 
 class StoredChunk(NamedTuple):
@@ -75,16 +72,10 @@ class StoredChunk(NamedTuple):
 
     start: int
     stop: int
-    inputs: str
-    """The digest of the rows of the data."""
-
-    shapes: str = "[]"
-    """JSON: the shapes of its arrays."""
-
-    device: str | None = None
+    inputs: str  # the digest of the rows of the data
+    shapes: str = "[]"  # of its arrays, as JSON
+    device: str | None = None  # where a row failed
     error: str | None = None
-    """The error of a row that failed; otherwise `None`. `device` is where it failed."""
-
     first_part: int = 0
     last_part: int = 0
     checksum: int = 0
@@ -118,10 +109,7 @@ def _database_errors(doing: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def open_database(directory: Path) -> Iterator[Database]:
-    """Connect to the database of a directory for reading, after checks of its files and tables.
-
-    A reader holds no lock between calls. It rolls back an interrupted commit.
-    """
+    """Connect to a database for reading, after checks of its files and tables. A reader rolls back an interrupted commit."""
     with _database_errors(f"reading results in {directory}", "Is this a directory that devicemap has written to?"):
         _check_files(directory)
         with _connected(directory / DATABASE, "rw", _READER) as connection:
@@ -169,8 +157,7 @@ class Database:
     def leaves(self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None) -> list[Any]:
         """Return the result leaves of a chunk: dense ones as arrays, others as tensors.
 
-        `rows` is the number of rows if it is not that of the chunk, as for states of reductions. Raises `MissingRowsError` for
-        a damaged chunk.
+        `rows` is 1 for states of reductions. Raises `MissingRowsError` for a damaged chunk.
         """
         rows = chunk.stop - chunk.start if rows is None else rows
         try:
@@ -207,10 +194,9 @@ class Writer(Database):
         self._committing = Lock()
 
     def put(self, header: Header, *chunks: tuple[StoredChunk, Sequence[Array]]) -> None:
-        """Set the header, and queue chunks with their arrays for the next `flush`.
+        """Set the header, and queue chunks, which replace failed rows and damaged chunks, for the next `flush`.
 
-        Chunks replace rows that failed before and damaged chunks. The call waits for the disk only if more than `_QUEUE_BYTES`
-        are queued. Then it may raise a `JournalError`.
+        The call waits for the disk, and may raise `JournalError`, only if more than `_QUEUE_BYTES` are queued.
         """
         self._next_header = header
         self._waiting += chunks
@@ -253,10 +239,9 @@ class Writer(Database):
 
 @contextmanager
 def open_for_writing(directory: Path) -> Iterator[Writer]:
-    """Create a directory, and lock its database for writing. Results in an existing directory do not change.
+    """Create a directory, and lock its database for writing. Commit queued chunks at the end, also after an error.
 
-    Queued chunks are committed at the end, also after an error. Raises `JournalError` if the directory is damaged or holds
-    other files, and if another writer in any process has the lock.
+    Raises `JournalError` if the directory is damaged or holds other files, and if another writer in any process has the lock.
     """
     if len(directory.parts) > 1 and directory.parts[0].endswith(":"):  # Path shortens "gs://" to "gs:/"
         raise JournalError(

@@ -38,13 +38,10 @@ _KINDS = {"dense": tf.TensorSpec, "ragged": tf.RaggedTensorSpec, "sparse": tf.Sp
 
 
 def describe_nest(specs: Any) -> Any:
-    """Return a nest of specs as JSON.
+    """Return a nest of specs as JSON. Raise `JournalError` if it has other structure or other leaves than can be stored.
 
     >>> describe_nest({"x": tf.TensorSpec([None, 3], tf.float32)})
     {'dict': [['x', {'dense': 'float32', 'shape': [None, 3]}]]}
-
-    Raises:
-        JournalError: for anything but tuples, named tuples, dicts and objects of dense, ragged or sparse tensors.
     """
     if isinstance(specs, Node):
         if specs.kind is None:
@@ -78,10 +75,7 @@ def describe_nest(specs: Any) -> Any:
 
 
 def structure_of(described: Any) -> Any:
-    """Return the nest of specs that JSON describes, with named tuples for objects.
-
-    Raises `JournalError` or one of `WRONG_VALUES` for JSON that devicemap did not write.
-    """
+    """Return the nest of specs that JSON describes, with named tuples for objects. Other JSON raises an error."""
     structure = _specs_of(described)
     describe_nest(structure)  # checks dtypes and keys
     return structure
@@ -135,10 +129,7 @@ def digest(leaves: Sequence[Any]) -> str:
 
 
 def decode_leaves(data: bytearray, shapes: Sequence[Any], specs: Sequence[Any], rows: int) -> list[Any]:
-    """Return leaves from the bytes and shapes of their arrays: dense ones as arrays, others as tensors.
-
-    Raises `ValueError`, or an error of TensorFlow, if they do not fit these specs and this number of rows.
-    """
+    """Return leaves from the bytes of their arrays. Raise `ValueError`, or an error of TensorFlow, if they do not fit."""
     dtypes: list[Any] = []
     for part in tf.nest.flatten(list(specs), expand_composites=True):
         dtypes += [np.int64, np.uint8] if part.dtype == tf.string else [part.dtype.as_numpy_dtype]

@@ -38,12 +38,7 @@ _CONTENTS = {
 
 
 def check_format(suffix: str, structure: Any) -> None:
-    """Raise an error if a file of a format cannot hold results of these specs.
-
-    Raises:
-        OptionError: the file cannot hold a result, which the message names.
-        ImportError: the format needs a package that is not installed.
-    """
+    """Raise `OptionError` if a file of a format cannot hold results of these specs, or `ImportError` without its package."""
     if suffix == ".parquet":
         _import_pyarrow()
     columns = {RESULT: structure} if suffix == ".npy" else _columns(structure)
@@ -72,12 +67,7 @@ def _holds(suffix: str, spec: Any) -> bool:
 
 
 def export(results: Any, path: Path, suffix: str) -> None:
-    """Write all `Results` to a file of the format with this suffix, which `path` need not have.
-
-    Raises:
-        OptionError, ImportError: those of `check_format`.
-        MissingRowsError: rows are missing or damaged.
-    """
+    """Write all `Results` to a file of the format with this suffix, which `path` need not have."""
     check_format(suffix, results.structure)
     if not path.name or path.is_dir():
         raise OptionError(f"{str(path)!r} is a directory; expected the name of a file")

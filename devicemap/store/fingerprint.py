@@ -53,7 +53,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     for function in functions:
         if op_types(function) & _READS_FILES:
             uncovered.add("files")
-        graphs.append(_Graphs(function.graph.as_graph_def().library).digest(function.function_def))
+        graphs.append(_graph_digest(function))
         for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)
             if variable is not None:
@@ -71,56 +71,46 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     return found, sorted(uncovered)
 
 
-class _Graphs:
-    """Digests of functions and of those that they call."""
+def _graph_digest(function: Any) -> str:
+    """Return the digest of a `ConcreteFunction` and of the functions that it calls."""
+    library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
 
-    def __init__(self, library: Any):
-        self._functions = {function.signature.name: function for function in library.function}
-        self._digests: dict[str, str] = {}
+    @functools.cache
+    def called(name: str) -> str:
+        return digest(library[name]) if name in library else "?"  # a gradient function, which is not in the library
 
-    def digest(self, function: Any) -> str:
-        """Return the digest of a `FunctionDef`."""
+    def digest(function: Any) -> str:
         nodes, signature = function.node_def, function.signature
         numbers = {named.name: str(i) for i, named in enumerate([*signature.input_arg, *nodes])}
         lines = [str(_COMPILED in function.attr and function.attr[_COMPILED].b)]
         for node in nodes:
             inputs = [_numbered(name, numbers) for name in node.input]
             inputs.sort(key=lambda name: name if name.startswith("^") else "")  # control inputs have no order
-            op = self._called(node.op) if node.op in self._functions else node.op  # a call of TensorFlow 1
-            lines.append(f"{op} {inputs} {self._attributes(node)}")
+            attributes: list[Any] = []
+            for name, value in sorted(node.attr.items()):
+                if functions := [value.func] if value.HasField("func") else value.list.func:
+                    attributes += [called(function.name) for function in functions]
+                elif name not in _IGNORED and (name == _COMPILED or not name.startswith("_")):
+                    attributes.append((name, _digest(value.SerializeToString(deterministic=True))))
+            op = called(node.op) if node.op in library else node.op  # a call of TensorFlow 1
+            lines.append(f"{op} {inputs} {attributes}")
             if "token" in node.attr:
                 lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
         lines += [_numbered(function.ret[result.name], numbers) for result in signature.output_arg]
         lines += sorted(numbers[name] for name in function.control_ret.values())
         return _digest("\n".join(lines).encode())
 
-    def _attributes(self, node: Any) -> list[Any]:
-        found: list[Any] = []
-        for name, value in sorted(node.attr.items()):
-            if functions := [value.func] if value.HasField("func") else value.list.func:
-                found += [self._called(function.name) for function in functions]
-            elif name not in _IGNORED and (name == _COMPILED or not name.startswith("_")):
-                found.append((name, _digest(value.SerializeToString(deterministic=True))))
-        return found
-
-    def _called(self, name: str) -> str:
-        if name in self._functions and name not in self._digests:
-            self._digests[name] = self.digest(self._functions[name])
-        return self._digests.get(name, "?")  # "?" for a gradient function, which is not in the library
+    return digest(function.function_def)
 
 
 def _describe_python(function: Any) -> str:
     """Return the name and the code of a Python function, or of one inside a partial or an object that can be called."""
-    while True:
-        if isinstance(function, functools.partial):
-            inner = function.func
-        elif isinstance(function, np.vectorize):
-            inner = function.pyfunc
-        elif getattr(function, "__code__", None) is _NOT_CONVERTED:
-            inner = function.__closure__[0].cell_contents
-        else:
-            break
-        function = inspect.unwrap(inner)
+    if isinstance(function, functools.partial):
+        return _describe_python(inspect.unwrap(function.func))
+    if isinstance(function, np.vectorize):
+        return _describe_python(inspect.unwrap(function.pyfunc))
+    if getattr(function, "__code__", None) is _NOT_CONVERTED:
+        return _describe_python(inspect.unwrap(function.__closure__[0].cell_contents))
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return f"{getattr(function, '__name__', type(function).__name__)} {_describe_code(code)}"
 

@@ -176,7 +176,10 @@ class Results:
         def chunks() -> Iterator[Any]:
             for _, leaves in self._read_chunks(0, sys.maxsize):
                 with tf.device(HOST):  # not around the yield, because another thread may continue after it
-                    tensors = [_tensor(leaf, spec) for leaf, spec in zip(leaves, self._specs)]
+                    tensors = [
+                        tf.constant(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
+                        for leaf, spec in zip(leaves, self._specs)
+                    ]
                 yield self._pack(tensors)
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
@@ -245,21 +248,21 @@ class Results:
 
     def _joined(self, start: int, stop: int, count: int) -> list[Any]:
         """Return the leaves of `count` results of rows of the data. Arrays of known shapes are copied once."""
-        arrays, parts = {}, [list[Any]() for _ in self._specs]
-        for i, spec in enumerate(self._specs):
-            if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():
-                arrays[i] = np.empty((count, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
+        joined: list[Any] = []  # an array to fill, or a list of parts
+        for spec in self._specs:
+            known = isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined()
+            joined.append(np.empty((count, *spec.shape[1:]), spec.dtype.as_numpy_dtype) if known else [])
         filled = 0
         for chunk, leaves in self._read_chunks(start, stop):
             first, last = max(start, chunk.start), min(stop, chunk.stop)
-            for i, leaf in enumerate(leaves):
+            for whole, leaf in zip(joined, leaves):
                 rows = take_rows(leaf, first - chunk.start, last - chunk.start)
-                if i in arrays:
-                    arrays[i][filled : filled + last - first] = rows
+                if isinstance(whole, list):
+                    whole.append(rows)
                 else:
-                    parts[i].append(rows)
+                    whole[filled : filled + last - first] = rows
             filled += last - first
-        return [arrays[i] if i in arrays else _join(parts[i], spec) for i, spec in enumerate(self._specs)]
+        return [_join(whole, spec) if isinstance(whole, list) else whole for whole, spec in zip(joined, self._specs)]
 
     def _read_chunks(self, start: int, stop: int) -> Iterator[tuple[StoredChunk, list[Any]]]:
         with open_database(self._absolute) as database:
@@ -287,10 +290,6 @@ def _missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[
     """
     edges = [start, *(edge for chunk in overlapping(chunks, start, stop) for edge in chunk[:2]), stop]
     return [(low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high]
-
-
-def _tensor(leaf: Any, spec: Any) -> Any:
-    return tf.constant(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _join(parts: Sequence[Any], spec: Any) -> Any:
