@@ -150,7 +150,7 @@ class Plan(Result):
     @property
     def advice(self) -> tuple[str, ...]:
         """Obstacles to parallelism, with remedies, the most expensive first."""
-        return *_about_order(self), *_about_devices(self), *_about_rows(self)
+        return tuple(_advice(self))
 
     def __rich__(self) -> Any:
         rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
@@ -165,52 +165,40 @@ def _quoted(names: Sequence[str]) -> str:
     return listed([*(f"`{name}`" for name in names[:2]), *others])
 
 
-def _about_order(plan: Plan) -> Iterator[str]:
-    if len(plan.devices) < 2:
-        return
-    if plan.ordered:
+def _advice(plan: Plan) -> Iterator[str]:
+    several, rows, size = len(plan.devices) > 1, plan.rows, plan.batch_size
+    # The number of devices that the call may use: some functions cannot use all of them.
+    used = sum(0 not in (device.rows, device.shards, device.chunks_in_flight) for device in plan.devices)
+    if several and plan.ordered:
         keras = any(name.rpartition("/")[2].startswith("moving_") for name in plan.ordered)
         remedy = "call batch normalization with training=False" if keras else "use assign_add, or return the new value"
         yield f"the devices work one after another, because fn writes {_quoted(plan.ordered)} in row order: {remedy}"
-    if plan.fixed_seeds:
+    if several and plan.fixed_seeds:
         yield (
             f"one device computes all rows, because the seeds of {listed(plan.fixed_seeds)} are the same in every trace: use "
             "the option seed= with tf.random.stateless_* ops"
         )
-    if plan.python_ops:
+    if several and plan.python_ops:
         # Each running call of Python holds one of TensorFlow's threads, so that there may be fewer slots than devices.
-        used, count = _count_used(plan), len(plan.devices)
-        few = used < (count if plan.rows is None else min(count, plan.rows))
+        few = used < min(len(plan.devices), len(plan.devices) if rows is None else rows)
         threads = (
             f" ({counted(used, 'device')}: see tf.config.threading.set_inter_op_parallelism_threads)" if few else ""
         )
         yield f"{listed(plan.python_ops)} calls Python, one call at a time for all devices{threads}: use TensorFlow ops instead"
-
-
-def _about_devices(plan: Plan) -> Iterator[str]:
-    count, rows, size = _count_used(plan), plan.rows, plan.batch_size
-    if isinstance(size, int) and rows and min(rows, size) > 1 and rows <= size * (count - 1):
+    if isinstance(size, int) and rows and min(rows, size) > 1 and rows <= size * (used - 1):
         chunks = -(-rows // size)
-        yield f"{counted(rows, 'row')} make {counted(chunks, 'chunk')} for {count} devices: use a smaller batch_size"
+        yield f"{counted(rows, 'row')} make {counted(chunks, 'chunk')} for {used} devices: use a smaller batch_size"
     parts = defaultdict(list)
     for device in plan.devices:
         parts[device.gpu].append(short_name(device.device))
     for gpu, names in parts.items():
         if gpu is not None and len(names) > 1:
             yield f"{listed(names)} are parts of one GPU, where large kernels take turns: they may be no faster than one"
-
-
-def _count_used(plan: Plan) -> int:
-    """Return the number of devices that the call may use: some functions cannot use all of them."""
-    return sum(0 not in (device.rows, device.shards, device.chunks_in_flight) for device in plan.devices)
-
-
-def _about_rows(plan: Plan) -> Iterator[str]:
     if plan.remedy and not plan.ordered:
         yield f"rows run one by one because {plan.reason}: {plan.remedy}"
     copied = sum(each.size_bytes or 0 for each in plan.captured if each.handling is Handling.COPIED)
-    sizes = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
-    if plan.engine == "one graph" and plan.rows and copied > max(_LARGE_BYTES, sizes):
+    sizes = (rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
+    if plan.engine == "one graph" and rows and copied > max(_LARGE_BYTES, sizes):
         yield (
             f"each call copies {size_text(copied)} of variables to each other device, more than the {size_text(sizes)} of its "
             "rows and results: pass more rows per call"
@@ -243,7 +231,12 @@ def _facts(plan: Plan) -> Iterator[str]:
         yield "order: not kept, no device waits for another"
     sizes = ["?" if size is None else size_text(size) for size in (plan.bytes_per_row, plan.result_bytes_per_row)]
     yield "sizes: {} per row, {} per row of results".format(*sizes)
-    yield from _captured(plan)
+    for handling in dict.fromkeys(each.handling for each in plan.captured):
+        values = [each for each in plan.captured if each.handling is handling]
+        values.sort(key=lambda each: each.size_bytes or 0, reverse=True)
+        size = sum(each.size_bytes or 0 for each in values)
+        names = f"`{values[0].name}`" if len(values) == 1 else f"{len(values)} values, largest `{values[0].name}`"
+        yield f"captured: {names}{f', {size_text(size)}' * bool(size)}: {handling.value}"
     if plan.python_ops:
         yield f"Python: called by {listed(plan.python_ops)}, one call at a time"
     if plan.on_error == "skip":
@@ -253,13 +246,3 @@ def _facts(plan: Plan) -> Iterator[str]:
     if plan.gathered_for:
         yield f"outputs: gathered for {listed(plan.gathered_for)}"
     yield f"traces of fn: {plan.traces}"
-
-
-def _captured(plan: Plan) -> Iterator[str]:
-    """Yield a line for each handling: the number of values, the largest, and their size."""
-    for handling in dict.fromkeys(each.handling for each in plan.captured):
-        values = [each for each in plan.captured if each.handling is handling]
-        values.sort(key=lambda each: each.size_bytes or 0, reverse=True)
-        size = sum(each.size_bytes or 0 for each in values)
-        names = f"`{values[0].name}`" if len(values) == 1 else f"{len(values)} values, largest `{values[0].name}`"
-        yield f"captured: {names}{f', {size_text(size)}' * bool(size)}: {handling.value}"

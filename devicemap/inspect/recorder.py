@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from rich import get_console
 from rich.console import Console
@@ -74,7 +74,11 @@ class Recorder:
             self._device(event.shard.device).waiting_seconds += event.waited_seconds
             self._running[event.shard] = event.seconds
         elif isinstance(event, ChunkFinished | ChunkFailed):
-            self._end(event.shard, "failed" if isinstance(event, ChunkFailed) else "finished")
+            failed, device = isinstance(event, ChunkFailed), self._device(event.shard.device)
+            device.calls += 1
+            device.rows += 0 if failed else len(event.shard)
+            started = self._running.pop(event.shard)
+            self._spans.append(Span(event.shard, started, event.seconds, "failed" if failed else "finished"))
             self._usage.sample(event.seconds)
         elif isinstance(event, ChunkRetried):
             self._device(event.shard.device).retries += 1
@@ -93,12 +97,6 @@ class Recorder:
 
     def _device(self, name: str) -> DeviceReport:
         return self._devices.setdefault(name, DeviceReport(name))
-
-    def _end(self, shard: Shard, outcome: Literal["finished", "failed"]) -> None:
-        device = self._device(shard.device)
-        device.calls += 1
-        device.rows += len(shard) if outcome == "finished" else 0
-        self._spans.append(Span(shard, self._running.pop(shard), self._seconds, outcome))
 
     def report(self) -> Report:
         """Return the report of the events so far."""

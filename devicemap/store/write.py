@@ -79,7 +79,7 @@ def write(
             writer.put(header, (StoredChunk(row.start, row.start + 1, inputs, device=shard.device, error=text), ()))
 
         # This thread commits, so that devices do not wait for the disk. Chunks that finish during a commit are in the next one.
-        begins_again = _begins_again(compiled, directory) if writer.stored else []
+        begins_again = [*_begins_again(compiled, directory)] if writer.stored else []
         for _ in mapper.chunks(missing, compiled, deterministic=False, keep=keep, leave_out=leave_out):
             writer.flush()
             while begins_again:
@@ -129,20 +129,18 @@ def _with_longer_batches(there: Header, here: dict[str, Any]) -> dict[str, Any]:
     return there.call
 
 
-def _begins_again(compiled: CompiledMap, directory: Path) -> list[str]:
+def _begins_again(compiled: CompiledMap, directory: Path) -> Iterator[str]:
     """Describe the state that changes the results of a function, and that a directory does not hold."""
     concrete, audit = compiled.traced.concrete, compiled.traced.audit
-    found = []
     if audit.fixed_seeds or audit.advances_seed or "RngReadAndSkip" in op_types(concrete):
-        found.append(
+        yield (
             f"draws from seeds: if the program has started again with the same seeds, new rows repeat the random numbers of "
             f"rows in {directory}. The option seed avoids this"
         )
     if audit.ordered:
-        found.append(
+        yield (
             f"writes variables in row order. {directory} does not hold their values, so new rows begin with the present ones"
         )
-    return found
 
 
 def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> None:
