@@ -25,11 +25,7 @@ _FLAGS = {"batched=True": "--batched", "the option seed, as in parallel_map(fn, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        arguments: arguments without the name of the program; `None` for those of this process.
-    """
+    """Run a command and return its exit code. `None` stands for the arguments of this process."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

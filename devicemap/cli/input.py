@@ -36,16 +36,11 @@ _RECORDS = re.compile(r".*\.tfrecords?(-\d+-of-\d+)?(\.gz)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Input:
-    """Data for a map, and the files that its rows come from."""
+    """Data for a map, the same data as single rows, and the number of rows in each file, in the order of rows."""
 
     data: Any
-    """A dataset of rows, a dataset of batches with `batched`, or a nest of arrays."""
-
     rows: Any
-    """A dataset of single rows, or a nest of arrays."""
-
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The number of rows in each file, in the order of rows."""
 
     def locate(self, row: int) -> str:
         """Return the name of the file with a row, and the index of the row in it."""
@@ -78,11 +73,7 @@ def load_object(name: str) -> Any:
 
 
 def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
-    """Read an INPUT, whose kinds the help of the command line describes. Batches have `batch_size` rows, or any number.
-
-    Raises:
-        DataError: the input does not exist, or cannot be read as rows.
-    """
+    """Read an INPUT, whose kinds the help of the command line describes. Batches have `batch_size` rows, or any number."""
     saved = os.path.exists(os.path.join(path, "dataset_spec.pb"))
     if saved or (re.fullmatch(r"[\w.]+:[\w.]+", path) and not os.path.exists(path)):
         data = tf.data.Dataset.load(path) if saved else load_object(path)
@@ -133,7 +124,7 @@ def _kind(name: str) -> str:
 
 
 def _count_records(name: str) -> int:
-    """Return the number of records in a TFRecord file. It is a large number for a damaged file, as no file after it is read.
+    """Return the number of records in a TFRecord file; a large number for a damaged one, as no file after it is read.
 
     Warn of a file that was cut inside the header of a record, which TensorFlow takes for the end. Other cuts are errors.
     """

@@ -22,14 +22,8 @@ _OTHER_KERNELS = 0.03
 def dependence_on_rows(run: Callable[[list[Any]], Any], given: Sequence[Any], rows: int) -> str | None:
     """Describe a result for the first half of some rows that differs if the other half changes or is left out.
 
-    Args:
-        run: a function of a list of dense tensors `[rows, ...]`, which returns a nest of such tensors.
-        given: symbolic tensors or specs of its arguments.
-        rows: the number of rows.
-
-    Returns:
-        The difference. `None` if there is none, or if the function raises an exception: it may refuse random arguments, such as
-        indices out of range.
+    `run` maps a list of dense tensors `[rows, ...]` like `given` to a nest of such tensors. Returns `None` for no difference,
+    and if `run` raises an exception: it may refuse random arguments, such as indices out of range.
     """
     half = rows // 2
     whole, others = ([each[:rows] for each in random_tensors(given, seed=seed).values()] for seed in (0, 1))
@@ -63,12 +57,9 @@ def difference(
 
 
 def random_tensors(symbolic: Sequence[Any], largest: float = 1.0, seed: int = 0) -> dict[int, Any]:
-    """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1, which are valid indices for most layers.
+    """Return random rows for symbolic tensors or specs, by `id`. `largest` is the largest magnitude of fractions.
 
-    Args:
-        symbolic: tensors or specs.
-        largest: largest magnitude of fractions.
-        seed: of the fractions. Integers and strings differ for seeds 0 and 1.
+    Integers are 0 or 1, which are valid indices for most layers. Integers and strings differ for seeds 0 and 1.
     """
 
     def random(i: int, tensor: Any) -> Any:

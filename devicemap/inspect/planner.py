@@ -23,9 +23,6 @@ from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
 
-_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-
-
 _UNNAMED = ("", "Variable", "StateVar")
 """TensorFlow's names of variables and generator states without a name."""
 
@@ -41,24 +38,15 @@ _HANDLINGS: dict[Treatment | None, Handling] = {
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Specs of data."""
+    """A nest of specs of shapes `[None, ...]`, the number of rows if it is known, and whether a call uses chunks."""
 
     specs: Any
-    """Nest of `tf.TypeSpec`s of shapes `[None, ...]`."""
-
     rows: int | None
-    """Number of rows, `None` if unknown."""
-
     chunks: bool
-    """Whether a call uses chunks."""
 
 
 def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
-    """Return the specs of data, or of a nest of specs. Nothing is read from a dataset.
-
-    Raises:
-        DataError: for other data and specs, and inside a `tf.function`.
-    """
+    """Return the specs of data, or of a nest of specs. Nothing is read from a dataset."""
     if not tf.executing_eagerly():
         raise DataError(
             "a plan cannot be made inside a tf.function; call explain outside of it, with data or with specs"
@@ -120,7 +108,7 @@ def _bytes_per_row(specs: Iterable[Any]) -> int | None:
 def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:
     """Check specs, and return their number of rows; `None` if no spec contains it."""
     for path, leaf in leaves:
-        if not isinstance(leaf, _SPECS):
+        if not isinstance(leaf, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
             raise DataError(
                 f"{path} is a {type(leaf).__name__}; expected tf.TensorSpec, tf.RaggedTensorSpec or tf.SparseTensorSpec in "
                 "every leaf, or data in every leaf, or a tf.data.Dataset"
@@ -137,13 +125,7 @@ def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:
 
 
 def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
-    """Return the captured values of a function, in the order of its trace.
-
-    Args:
-        traced: the traced function.
-        fn: the user's function, for names.
-        devices: full names of the devices that get rows.
-    """
+    """Return the values that `fn` captures, in the order of its trace. `devices` get rows."""
     names = _names_around(fn)
     found: list[Captured] = []
     for handle, treatment in zip(traced.captures, traced.audit.treatments):
@@ -168,11 +150,6 @@ def _names_around(fn: Any) -> dict[int, str]:
 
     `fn` can see globals, closure variables, attributes of these and of a method's object, and closures of functions among
     them.
-
-    Examples:
-        >>> total = tf.Variable(0.0)
-        >>> _names_around(lambda row: total.assign_add(row))[id(total)]
-        'total'
     """
     owner = getattr(fn, "__self__", fn)
     function = fn if inspect.isroutine(getattr(fn, "python_function", fn)) else type(fn).__call__

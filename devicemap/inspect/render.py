@@ -54,10 +54,7 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON values, with `None` for NaN and infinity.
-
-    A dataclass becomes a dict of its fields and its public properties.
-    """
+    """Convert to JSON values: `None` for NaN and infinity, and for a dataclass a dict of its fields and public properties."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         names += [name for name, member in vars(type(value)).items() if isinstance(member, property) and name[0] != "_"]
@@ -80,12 +77,9 @@ def text_of(renderable: Any, width: int) -> str:
 
 
 def table(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), nothing: str = "") -> Table:
-    """Make a table. Columns that are empty in all rows are left out.
+    """Make a table of cells by title, without columns that are empty in all rows.
 
-    Args:
-        rows: cells by title; all rows have the same titles.
-        left: titles of left-aligned columns besides the first.
-        nothing: text of empty cells.
+    `left` are titles of left-aligned columns besides the first. `nothing` is the text of empty cells.
     """
     titles = [title for title in (rows[0] if rows else ()) if any(row[title] for row in rows)]
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -147,12 +141,7 @@ def check_drawable(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def drawing(path: str | os.PathLike[str], width: float, height: float) -> Iterator[Any]:
-    """Yield a matplotlib `Figure` of that many inches, and write it to `path`. Its text is legible at half size.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OptionError: matplotlib cannot write files with this suffix.
-    """
+    """Yield a matplotlib `Figure` of that many inches, and write it to `path`. Its text is legible at half size."""
     check_drawable(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # does not change the state of pyplot or the backend

@@ -83,11 +83,7 @@ class _Unfinished(Reduction):
 
 
 def rows_of(table: Any) -> dict[str, Any]:
-    """Return the columns of a `pyarrow.Table` as arrays and `RaggedTensor`s, by name.
-
-    Raises:
-        DataError: a column is of a type that TensorFlow does not have, or has missing values that are not NaN.
-    """
+    """Return the columns of a `pyarrow.Table` as arrays and `RaggedTensor`s, by name."""
     import pyarrow as pa
     from ray.data.block import BlockAccessor
 
@@ -129,11 +125,7 @@ def _checked(name: str, kind: Any, column: np.ndarray) -> Any:
 
 
 def columns_of(result: Any) -> dict[str, Any]:
-    """Return the result of `fn` as arrays of NumPy and Arrow, by name.
-
-    Raises:
-        FunctionError: the result is neither a dict of columns nor one column.
-    """
+    """Return the result of `fn`, a dict of columns or one column, as arrays of NumPy and Arrow by name."""
     import pyarrow as pa
 
     results, columns = result if isinstance(result, Mapping) else {RESULT: result}, {}
