@@ -101,28 +101,27 @@ class Recorder:
     def report(self) -> Report:
         """Return the report of the events so far."""
         unfinished = [Span(shard, start, self._seconds, "unfinished") for shard, start in self._running.items()]
+        rows, devices = sum(device.rows for device in self._devices.values()), []
+        for device in self._devices.values():
+            busy = min(self._seconds, device.busy_seconds)  # rounding may exceed the duration
+            finished = replace(
+                device,
+                share=device.rows / rows if rows else 0.0,
+                busy_seconds=busy,
+                idle_seconds=self._seconds - busy,
+                waiting_seconds=min(self._seconds - busy, device.waiting_seconds),
+                utilisation_percent=self._usage.percent(device.device),
+            )
+            devices.append(finished)
         return Report(
-            rows=sum(device.rows for device in self._devices.values()),
+            rows=rows,
             expected_rows=self._rows,
             wall_seconds=self._seconds,
             error=self._error,
             failed_rows=tuple(sorted(self._failed_rows, key=lambda failed: failed.row)),
-            devices=tuple(map(self._finished, self._devices.values())),
+            devices=tuple(devices),
             spans=(*self._spans, *unfinished),
             **self._facts,
-        )
-
-    def _finished(self, device: DeviceReport) -> DeviceReport:
-        """Return a copy with the numbers that depend on the whole call."""
-        rows = sum(each.rows for each in self._devices.values())
-        busy = min(self._seconds, device.busy_seconds)  # rounding may exceed the duration
-        return replace(
-            device,
-            share=device.rows / rows if rows else 0.0,
-            busy_seconds=busy,
-            idle_seconds=self._seconds - busy,
-            waiting_seconds=min(self._seconds - busy, device.waiting_seconds),
-            utilisation_percent=self._usage.percent(device.device),
         )
 
 

@@ -53,7 +53,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     for function in functions:
         if op_types(function) & _READS_FILES:
             uncovered.add("files")
-        graphs.append(_graph_digest(function))
+        library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
+        graphs.append(_graph_digest(function.function_def, library, {}))
         for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)
             if variable is not None:
@@ -71,36 +72,33 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     return found, sorted(uncovered)
 
 
-def _graph_digest(function: Any) -> str:
-    """Return the digest of a `ConcreteFunction` and of the functions that it calls."""
-    library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
+def _graph_digest(function: Any, library: dict[str, Any], known: dict[str, str]) -> str:
+    """Return the digest of a `FunctionDef`. `known` collects the digests of functions in the library that it calls."""
 
-    @functools.cache
     def called(name: str) -> str:
-        return digest(library[name]) if name in library else "?"  # a gradient function, which is not in the library
+        if name in library and name not in known:
+            known[name] = _graph_digest(library[name], library, known)
+        return known.get(name, "?")  # "?" for a gradient function, which is not in the library
 
-    def digest(function: Any) -> str:
-        nodes, signature = function.node_def, function.signature
-        numbers = {named.name: str(i) for i, named in enumerate([*signature.input_arg, *nodes])}
-        lines = [str(_COMPILED in function.attr and function.attr[_COMPILED].b)]
-        for node in nodes:
-            inputs = [_numbered(name, numbers) for name in node.input]
-            inputs.sort(key=lambda name: name if name.startswith("^") else "")  # control inputs have no order
-            attributes: list[Any] = []
-            for name, value in sorted(node.attr.items()):
-                if functions := [value.func] if value.HasField("func") else value.list.func:
-                    attributes += [called(function.name) for function in functions]
-                elif name not in _IGNORED and (name == _COMPILED or not name.startswith("_")):
-                    attributes.append((name, _digest(value.SerializeToString(deterministic=True))))
-            op = called(node.op) if node.op in library else node.op  # a call of TensorFlow 1
-            lines.append(f"{op} {inputs} {attributes}")
-            if "token" in node.attr:
-                lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
-        lines += [_numbered(function.ret[result.name], numbers) for result in signature.output_arg]
-        lines += sorted(numbers[name] for name in function.control_ret.values())
-        return _digest("\n".join(lines).encode())
-
-    return digest(function.function_def)
+    nodes, signature = function.node_def, function.signature
+    numbers = {named.name: str(i) for i, named in enumerate([*signature.input_arg, *nodes])}
+    lines = [str(_COMPILED in function.attr and function.attr[_COMPILED].b)]
+    for node in nodes:
+        inputs = [_numbered(name, numbers) for name in node.input]
+        inputs.sort(key=lambda name: name if name.startswith("^") else "")  # control inputs have no order
+        attributes: list[Any] = []
+        for name, value in sorted(node.attr.items()):
+            if functions := [value.func] if value.HasField("func") else value.list.func:
+                attributes += [called(each.name) for each in functions]
+            elif name not in _IGNORED and (name == _COMPILED or not name.startswith("_")):
+                attributes.append((name, _digest(value.SerializeToString(deterministic=True))))
+        op = called(node.op) if node.op in library else node.op  # a call of TensorFlow 1
+        lines.append(f"{op} {inputs} {attributes}")
+        if "token" in node.attr:
+            lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
+    lines += [_numbered(function.ret[result.name], numbers) for result in signature.output_arg]
+    lines += sorted(numbers[name] for name in function.control_ret.values())
+    return _digest("\n".join(lines).encode())
 
 
 def _describe_python(function: Any) -> str:
