@@ -146,10 +146,9 @@ def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionErr
         rows = source.rows
         rows = rows if isinstance(rows, tf.data.Dataset) else tf.data.Dataset.from_tensor_slices(rows)
         rows = rows.skip(first).take(len(shard))
+        mapper = _mapper(options, devices=shard.device, batch_size=1)
         try:
-            deque(
-                _mapper(options, devices=shard.device, batch_size=1).stream(rows.batch(1) if options.batched else rows)
-            )
+            deque(mapper.stream(rows.batch(1) if options.batched else rows), 0)
         except FunctionError as found:
             if found.shards:
                 first = last = first + found.shards[0].start
