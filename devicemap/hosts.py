@@ -8,12 +8,20 @@ import tensorflow as tf
 
 
 def host_of(device: str) -> str:
-    """Return the host in a device's full name: `/job:worker/replica:0/task:1`."""
+    """Return the host in a device's full name.
+
+    >>> host_of("/job:worker/replica:0/task:1/device:GPU:0")
+    '/job:worker/replica:0/task:1'
+    """
     return device.partition("/device:")[0]
 
 
 def is_remote(device: str) -> bool:
-    """Return whether a device belongs to another process. Jobs of this process are called `localhost`."""
+    """Return whether a device belongs to another process.
+
+    >>> is_remote("/job:worker/replica:0/task:1/device:GPU:0"), is_remote("/job:localhost/replica:0/task:0/device:CPU:0")
+    (True, False)
+    """
     return device.startswith("/job:") and not device.startswith("/job:localhost/")
 
 

@@ -28,9 +28,12 @@ from devicemap.store.database import DATABASE
 from devicemap.store.export import check_format, export
 from devicemap.store.results import Results
 
+ROWS_FAILED = 3
+"""The exit code of `run --skip-errors` if rows failed."""
+
 
 def execute(options: argparse.Namespace) -> int:
-    """Execute the command that `options.command` names, and return its exit code: 3 for rows that were left out."""
+    """Execute the command that `options.command` names, and return its exit code."""
     if options.simulate is not None:
         simulate_devices(options.simulate)
     commands: dict[str, Callable[[argparse.Namespace], Any]] = {
@@ -47,7 +50,7 @@ def execute(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.command == "check":
         return 0 if found["ok"] else 1
-    return 3 if options.command == "run" and found else 0
+    return ROWS_FAILED if options.command == "run" and found else 0
 
 
 def _serve(options: argparse.Namespace) -> None:

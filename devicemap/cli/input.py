@@ -36,11 +36,16 @@ _RECORDS = re.compile(r".*\.tfrecords?(-\d+-of-\d+)?(\.gz)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Input:
-    """Data for a map, the same data as single rows, and the number of rows in each file, in the order of rows."""
+    """Data for a map, and the files that its rows come from."""
 
     data: Any
+    """A dataset of rows, a dataset of batches with `batched`, or a nest of arrays."""
+
     rows: Any
+    """A dataset of single rows, or a nest of arrays."""
+
     counts: Mapping[str, int] = field(default_factory=dict)
+    """The number of rows in each file, in the order of rows."""
 
     def locate(self, row: int) -> str:
         """Return the name of the file with a row, and the index of the row in it."""

@@ -38,11 +38,16 @@ _HANDLINGS: dict[Treatment | None, Handling] = {
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A nest of specs of shapes `[None, ...]`, the number of rows if it is known, and whether a call uses chunks."""
+    """Specs of data."""
 
     specs: Any
+    """Nest of `tf.TypeSpec`s of shapes `[None, ...]`."""
+
     rows: int | None
+    """Number of rows, `None` if unknown."""
+
     chunks: bool
+    """Whether a call uses chunks."""
 
 
 def data_spec(data_or_spec: Any, options: Options) -> DataSpec:

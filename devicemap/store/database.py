@@ -61,10 +61,13 @@ _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 
 
 class Header(NamedTuple):
-    """The call that computes the results in a directory, as JSON, and the number of rows of the data if it is known."""
+    """The call that computes the results in a directory."""
 
     call: dict[str, Any]
+    """JSON: specs of results and inputs, options, and the fingerprint of the function."""
+
     rows: int | None
+    """Number of rows of the data, `None` if it is unknown so far."""
 
 
 class StoredChunk(NamedTuple):
@@ -72,10 +75,16 @@ class StoredChunk(NamedTuple):
 
     start: int
     stop: int
-    inputs: str  # the digest of the rows of the data
-    shapes: str = "[]"  # of its arrays, as JSON
-    device: str | None = None  # where a row failed
+    inputs: str
+    """The digest of the rows of the data."""
+
+    shapes: str = "[]"
+    """JSON: the shapes of its arrays."""
+
+    device: str | None = None
     error: str | None = None
+    """The error of a row that failed; otherwise `None`. `device` is where it failed."""
+
     first_part: int = 0
     last_part: int = 0
     checksum: int = 0
