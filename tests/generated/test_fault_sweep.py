@@ -52,7 +52,7 @@ def _write(directory: Path) -> list[int]:
     return _rows(MAPPER.write(X, directory))
 
 
-def _rows(results: devicemap.Results) -> list[int]:
+def _rows(results: devicemap.types.Results) -> list[int]:
     loaded = results.load()
     assert loaded.shape == (len(results), WIDTH)
     return [int(row[-1]) for row in loaded]
