@@ -62,9 +62,8 @@ class ParallelModel:
         self._own_steps = {name: vars(model)[name] for name in STEPS if name in vars(model)}
         self._eager_steps: dict[str, Any] = {}
         """Steps of eager code. `tf.function`s among them keep traces in which calls are mapped."""
-        self._traced: set[str] = set()
-        self._builds: set[str] = set()
-        """Steps whose next batch builds the model."""
+        self._building: set[str] = set()
+        """Steps of the model's own that have run to build layers."""
         self._sizes: Counter[int] = Counter()
         """The number of training steps by their number of rows, since the last call of `fit`."""
         self._begins = False
@@ -72,27 +71,33 @@ class ParallelModel:
         self._maps_nothing = False
         """Whether training steps call no layer on rows."""
 
-    def build(self, batch: Any = None, step: str = "predict_step") -> None:
-        """Build unbuilt layers, by a trace of a custom step with a batch, or otherwise of the model with its inputs."""
+    def build(self, batch: Any = None, step: str = "predict_step") -> bool:
+        """Build unbuilt layers, by a trace of a custom step with a batch, or otherwise of the model with its inputs.
+
+        Return whether the step has to build them itself, on one device, because the model runs eagerly.
+        """
         if step in self._own_steps or has_own(self._model, step):
-            if batch is None or step in self._traced or all(layer.built for layer in layers_of(self._model)[1:]):
-                return
-            self._traced.add(step)
-            if self._model.run_eagerly:  # its first batch builds the layers, on one device
-                self._builds.add(step)
-                return
+            if batch is None or step in self._building or all(layer.built for layer in layers_of(self._model)[1:]):
+                return False
+            self._building.add(step)
+            if self._model.run_eagerly:
+                return True
             run = self._plain(step)
         elif self._model.built:
-            return
+            return False
         elif batch is None:
             raise OptionError(
                 f"{self._model.name} is not built yet: its variables do not exist. Fit it, call it on a batch, or use "
                 "model.build(...) first"
             )
         else:
-            run = partial(_infer, self._model)
+
+            def run(batch: Any) -> Any:
+                return self._model(keras.utils.unpack_x_y_sample_weight(batch)[0], training=False)
+
         with _replacing, beside_variables(self._model):  # a run would change counters of layers
             tf.function(run, autograph=False).get_concrete_function(batch)
+        return False
 
     def _plain(self, name: str) -> Callable[[Any], Any]:
         """Return the step of the model itself, without mapped calls."""
@@ -197,17 +202,7 @@ class ParallelModel:
         return getattr(self._model, made)
 
     def _run(self, step: str, functions: dict[Any, Any], batches: Iterable[Any]) -> Any:
-        """Run `steps_per_execution` steps. Return the results of the last one, or the outputs of all in `predict`.
-
-        Args:
-            step: one of `STEPS`.
-            functions: the traced steps, to which new ones are added.
-            batches: an iterator of batches.
-
-        Raises:
-            StopIteration: there are no more batches.
-            FunctionError: a step ran out of memory.
-        """
+        """Run `steps_per_execution` steps. Return the results of the last one, or the outputs of all in `predict`."""
         specs = getattr(batches, "element_spec", None)  # Keras weights some means by static numbers of rows
         if any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(specs)):
             specs = None
@@ -217,7 +212,6 @@ class ParallelModel:
             self._begins = False
         results = []
         for batch in map(_without_optionals, islice(iter(batches), self._model.steps_per_execution)):
-            self.build(batch, step)
             try:
                 results.append(self._function(step, functions, specs, batch)(batch))
             except tf.errors.OpError as error:
@@ -236,57 +230,45 @@ class ParallelModel:
         return results[-1]
 
     def _function(self, step: str, functions: dict[Any, Any], specs: Any, batch: Any) -> Any:
-        """Return the function of a batch that runs a step. It is traced unless the model runs eagerly."""
-        run = partial(self._step, step)
+        """Return the function of a batch that runs a step, which is traced unless the model runs eagerly."""
         if self._model.run_eagerly:
-            return run
-        if not functions:
-            self._build_compiled(step, batch)
+            return partial(self._step, step)
+        self.build(batch, step)
+        if not functions and step != "predict_step" and not self._own_methods(step):
+            with _replacing:  # builds what the step would, so that it is traced once, and knows its losses
+                build_compiled(self._model, batch)
         if len(losses_of(self._model)) > 1 and traces_with_batches(self._model):  # each has a mean in the history
             specs = None
-        # A step without rows has no mapped calls. The first step of Keras builds the losses if `_build_compiled` could not.
+        # A step without rows has no mapped calls. The first step of Keras builds the losses if `build_compiled` could not.
         key = freeze(specs), count_of(batch) == 0, bool(self._own_methods(step) or losses_of(self._model))
         if key not in functions:
             signature = None if specs is None else [specs]
-            functions[key] = tf.function(run, signature, autograph=False, reduce_retracing=True)
+            functions[key] = tf.function(partial(self._step, step), signature, autograph=False, reduce_retracing=True)
         return functions[key]
-
-    def _build_compiled(self, step: str, batch: Any) -> None:
-        """Build what a step of Keras would build, so that it is traced once, and knows its losses."""
-        if step == "predict_step" or self._own_methods(step):
-            return
-        with _replacing:
-            build_compiled(self._model, batch)
 
     def _own_methods(self, step: str) -> tuple[str, ...]:
         """Return the methods of a step that a model overrides. They may use outputs in any way."""
         own = {*self._own_steps, *(vars(self._model).keys() - STEPS)}
         return tuple(name for name in (step, *_MEASURES) if name in own or has_own(self._model, name))
 
-    def _row_losses(self, step: str, data: Any) -> RowLosses | None:
-        if self._own_methods(step):  # which may take batches of any structure
-            return None
-        _, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return None if targets is None else RowLosses(self._model, targets)
-
     def _step(self, name: str, data: Any) -> Any:
         """Run a step of the model on a batch, with calls of the model and its layers on all devices."""
-        self.build(data, name)
-        step = self._plain(name)
-        if name in self._builds:
-            self._builds.remove(name)
+        step, rows, row_losses = self._plain(name), count_of(data), None
+        if self.build(data, name):
             return step(data)
-        known = name in self._eager_steps
+        traced = name in self._eager_steps  # perhaps, if it is a `tf.function`, with mapped calls
         if tf.executing_eagerly():
             step = self._eager_steps.setdefault(name, step)
         microbatches = self._accumulate if name == "train_step" else 1
         with _replacing:
             forward = self._make_forward()
-            row_losses = None if name == "predict_step" else self._row_losses(name, data)
-            mapped = mapping(forward, count_of(data), microbatches, name != "predict_step", row_losses)
+            if name != "predict_step" and not self._own_methods(name):  # which may take batches of any structure
+                _, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
+                row_losses = None if targets is None else RowLosses(self._model, targets)
+            mapped = mapping(forward, rows, microbatches, name != "predict_step", row_losses)
             with mapped, beside_variables(self._model):
                 results = step(data)
-        if not forward.calls and not known and len(self._devices) > 1 and count_of(data) != 0:
+        if not forward.calls and len(self._devices) > 1 and rows != 0 and not traced:
             self._maps_nothing |= name == "train_step"
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
@@ -294,10 +276,6 @@ class ParallelModel:
                 "stateless_call",
             )
         return results
-
-
-def _infer(model: Any, batch: Any) -> Any:
-    return model(keras.utils.unpack_x_y_sample_weight(batch)[0], training=False)
 
 
 def count_of(batch: Any) -> int | None:
