@@ -22,22 +22,20 @@ def filled(rows: Sequence[Any], devices: int) -> list[Any]:
         return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, stop) for leaf in rows]
 
     # The second gradient of a branch cannot be vectorised (test_second_derivatives_with_an_unknown_number_of_rows).
-    if are_followed(tf.nest.flatten(list(rows), True)):
+    if are_followed(tf.nest.flatten(rows, expand_composites=True)):
         return with_copies()
     return list(tf.cond(count < devices, with_copies, lambda: list(rows)))
 
 
 def are_real(shards: Any, count: Any, devices: int) -> Any:
-    """Return whether shards have rows of a batch of `count` rows, and not only copies: bool `[shards]`.
-
-    With fewer rows than devices, each shard has one row.
-    """
+    """Return whether shards have rows of a batch of `count` rows, and not only copies: bool `[shards]`."""
+    # With fewer rows than devices, each shard has one row.
     return (tf.range(shards, dtype=tf.int64) < count) | (count >= devices)
 
 
 def are_computed(rows: Sequence[Any]) -> bool:
     """Whether rows come from ops of a step, which the placer puts on GPUs. The rows of the batch are on the host."""
-    tensors = tf.nest.flatten(list(rows), expand_composites=True)
+    tensors = tf.nest.flatten(rows, expand_composites=True)
     return any(
         kind_of(tensor.device) != "CPU" if hasattr(tensor, "numpy") else tensor.op.type != "Placeholder"
         for tensor in tensors

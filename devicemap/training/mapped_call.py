@@ -56,7 +56,7 @@ class MappedCall:
         """The variables, besides seeds, that may get new values."""
         self._cutting_device = forward.home if are_computed(given.rows) else HOST
         """The device on which the rows are cut."""
-        if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
+        if given.count is None and len(self._rows) > 1:  # in a graph
             with tf.device(self._cutting_device):
                 self._rows = tuple(with_equal_rows(self._rows, layer.name, OTHER_LENGTHS))
         self._runs_again = microbatches > 1 or bool(forward.recomputed)
@@ -67,30 +67,23 @@ class MappedCall:
     def run(self) -> list[Any]:
         """Run the call, as part of the function that is being traced or in eager code.
 
-        Returns:
-            Outputs and their attached tensors; then losses, new values and numbers of rows, by device or by microbatch.
+        Return outputs and their attached tensors; then losses, new values and numbers of rows, by device or by microbatch.
 
         Raises:
             FunctionError: the layer needs rows or state of other devices.
         """
-        results = self._run()
-        self._survey.warn(self._forward.model.jit_compile and not tf.executing_eagerly())
-        return results
-
-    def _run(self) -> list[Any]:
-        if self._given.count is not None:
-            results = self._on_devices(self._rows)
-            outputs = [with_static_rows(leaf, self._given.count) for leaf in results[: self._passed.of_rows]]
-            return [*outputs, *results[self._passed.of_rows :]]
-        devices = len(self._forward.devices)
+        forward, known = self._forward, self._given.count
         with tf.device(self._cutting_device):
-            rows = filled(self._rows, devices)
+            rows = self._rows if known is not None else filled(self._rows, len(forward.devices))
         results = self._on_devices(rows)
-        with tf.device(self._forward.home):
-            count, of_rows = count_rows(self._rows[0]), self._passed.of_rows
-            outputs = [take_rows(leaf, 0, count) for leaf in results[:of_rows]]
-            real = tf.cast(are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
-            return [*outputs, *results[of_rows:-1], results[-1] * real]
+        self._survey.warn(forward.model.jit_compile and not tf.executing_eagerly())
+        outputs, states = results[: self._passed.of_rows], results[self._passed.of_rows :]
+        if known is not None:
+            return [*(with_static_rows(leaf, known) for leaf in outputs), *states]
+        with tf.device(forward.home):
+            count, shards = count_rows(self._rows[0]), states[-1]
+            real = tf.cast(are_real(tf.size(shards, tf.int64), count, len(forward.devices)), shards.dtype)
+            return [*(take_rows(leaf, 0, count) for leaf in outputs), *states[:-1], shards * real]
 
     def _on_devices(self, rows: Sequence[Any]) -> list[Any]:
         """Run the call. Rows of unknown number are those of `filled`."""
@@ -125,15 +118,14 @@ class MappedCall:
         options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
         keep_alive(program, forward)
-        if tf.executing_eagerly() and paths is not None:
-            function = tf.function(lambda *rows: call_inside(program, as_rows(rows), filled=True), autograph=False)
-            handles = paths.handles(self._survey.trained)
-            return list(with_captures(function.get_concrete_function(*rows), handles)(*rows))
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() and paths is None:  # whose errors name devices and rows
             data = as_rows(tuple(rows))
             compiled = program.compiled_for(data)
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, CallObservers()))
+        if tf.executing_eagerly():
+            function = tf.function(lambda *rows: call_inside(program, as_rows(rows), filled=True), autograph=False)
+            return self._called_eagerly(function.get_concrete_function(*rows), rows, paths)
         return list(call_inside(program, as_rows(tuple(rows)), True, None if paths is None else paths.limit))
 
     def _in_lockstep(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
@@ -142,14 +134,17 @@ class MappedCall:
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
-        if paths is None:
-            return list(concrete(count, *rows))
         if tf.executing_eagerly():
-            return list(with_captures(concrete, paths.handles(self._survey.trained))(count, *rows))
+            return self._called_eagerly(concrete, [count, *rows], paths)
         begin_backward_on("", concrete)
         results = list(concrete(count, *rows))
-        paths.limit(concrete, results[0].op)
+        if paths is not None:
+            paths.limit(concrete, results[0].op)
         return results
+
+    def _called_eagerly(self, concrete: Any, arguments: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
+        handles = {} if paths is None else paths.handles(self._survey.trained)
+        return list(with_captures(concrete, handles)(*arguments))
 
     def _shards_in_lockstep(self, count: Any, *leaves: Any) -> list[Any]:
         """Run shards of the leaves, of which the first `count` rows are real, in the graph that is being traced."""
@@ -195,31 +190,18 @@ class MappedCall:
                 if is_seed(variable):
                     found[i] = dict(enumerate(tf.unstack(split_seeds(value, len(devices)))))
                 else:
-                    values[i] = value, home, self._survey.lookups_in(variable)
+                    values[i] = value, home, self._survey.lookups.get(id(variable), Lookups.NONE)
         found |= sent_together(values, devices, partial(send_along_tree, devices=devices))
         return [found[i] for i in range(len(found))]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any] | None) -> list[Any]:
         """Run the call on some rows, with these values of the variables. With `None`, variables are read.
 
-        Returns:
-            Outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
+        Return outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
         held = None if values is None else [*zip(self._survey.variables, values)]
         if held is None or self._microbatches == 1:
             return [*itertools.chain(*self._called(rows, held))]
-        return self._in_microbatches(rows, held)
-
-    def _counts(self, results: Sequence[Any]) -> list[Any]:
-        """Return the numbers of rows of the outputs among these results."""
-        return [count_rows(leaf) for leaf in results[: len(self._passed.notes)]]
-
-    def _checked(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
-        """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
-        of_leaves = [*map(tf.stack, counts)]
-        return with_row_counts_checked(results, of_leaves, sizes, self._layer.name) if of_leaves else list(results)
-
-    def _in_microbatches(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]]) -> list[Any]:
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
         trained = [(variable, value) for variable, value in held if variable.trainable]
 
@@ -231,62 +213,56 @@ class MappedCall:
 
         return recomputed(part, rows, [value for _, value in trained], self._microbatches)
 
+    def _counts(self, results: Sequence[Any]) -> list[Any]:
+        """Return the numbers of rows of the outputs among these results."""
+        return [count_rows(leaf) for leaf in results[: len(self._passed.notes)]]
+
+    def _checked(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
+        """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
+        of_leaves = [*map(tf.stack, counts)]
+        return with_row_counts_checked(results, of_leaves, sizes, self._layer.name) if of_leaves else list(results)
+
     def _called(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] | None) -> tuple[list[Any], list[Any]]:
         """Call the layer on rows, with the values `held` of variables. With `None`, variables are read."""
-        layer, given = self._layer, self._given
+        layer, given, row_losses = self._layer, self._given, self._row_losses
         args, kwargs = given.with_rows(rows)
-        if held is None:
-            scope = CallScope((), given.losses, advance=True)
-            call = self._with_losses(partial(layer.call, *args, **kwargs), rows)
-            tensors, others, what = pure(call, scope, self._states, rows)
-        else:  # perhaps in another thread, in which Keras does not know the surrounding call
+        function = layer.call
+        if held is not None:  # perhaps in another thread, in which Keras does not know the surrounding call
+            function = layer
             if self._in_training is not None:  # `call` may have no argument `training`, but sublayers may
                 kwargs = {"training": self._in_training} | kwargs
-            call = self._with_losses(partial(layer, *args, **kwargs), rows)
-            tensors, others, what = pure(call, CallScope(held, given.losses), self._states, rows)
-        losses = len(what.losses)
-        if any(of_rows for _, of_rows, _ in what.losses) and self._forward.added_losses is None:
-            raise failure(
-                f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and each "
-                "device sees some of the rows; give parallelize added_losses='sum' if such losses are sums over rows, or "
-                "added_losses='mean' if they are means"
-            )
-        for i, value in zip(what.updated, others[losses:]):
-            self._survey.check_new_value(self._states[i], value, rows)
-        self._passed = what
-        self._survey.check_outputs(what.shapes)
-        if self._row_losses is not None and self._row_losses.complete:
-            values = len(what.notes) - len(self._row_losses.keys), len(what.notes)
-            for i in (i for i in range(len(tensors)) if i not in range(*values)):
-                tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensors[i], expand_composites=True)
-        if any(of_rows and loss.shape.rank != 0 for loss, (_, of_rows, _) in zip(others, what.losses)):
-            raise failure(f"{layer.name} adds a loss with a value for each row; add the sum or mean of the values")
-        for i in range(losses):
+
+        def call() -> Any:
+            outputs = function(*args, **kwargs)
+            return outputs if row_losses is None else (outputs, row_losses.of_rows(outputs, rows[len(given.rows) :]))
+
+        scope = CallScope(held or (), given.losses, advance=held is None)
+        tensors, others, what = pure(call, scope, self._states, rows)
+        for i, (_, of_rows, _) in enumerate(what.losses):
+            if of_rows and self._forward.added_losses is None:
+                raise failure(
+                    f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and each "
+                    "device sees some of the rows; give parallelize added_losses='sum' if such losses are sums over rows, "
+                    "or added_losses='mean' if they are means"
+                )
+            if of_rows and others[i].shape.rank != 0:
+                raise failure(f"{layer.name} adds a loss with a value for each row; add the sum or mean of the values")
             loss = tf.reduce_sum(others[i])
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
-        others[losses:] = map(tf.stop_gradient, others[losses:])  # TensorFlow would trace gradients of new values
-        states = [*others, count_rows(rows[0])]
-        if self._survey.meets and self._microbatches == 1:  # each device has rows
-            return tensors, [tf.expand_dims(state, 0) for state in states]
-        return tensors, as_states(states, rows[0])
-
-    def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:
-        """Return a call that also returns the values of losses for its rows."""
-        if self._row_losses is None:
-            return call
-        losses, targets = self._row_losses, rows[len(self._given.rows) :]
-
-        def with_losses() -> Any:
-            outputs = call()
-            return outputs, losses.of_rows(outputs, targets)
-
-        return with_losses
+        for i, number in enumerate(what.updated, len(what.losses)):
+            self._survey.check_new_value(self._states[number], others[i], rows)
+            others[i] = tf.stop_gradient(others[i])  # TensorFlow would trace gradients of new values
+        self._passed = what
+        self._survey.check_outputs(what.shapes)
+        if row_losses is not None and row_losses.complete:  # other outputs need no gradient
+            values = range(len(what.notes) - len(row_losses.keys), len(what.notes))
+            for i, tensor in enumerate(tensors):
+                if i not in values:
+                    tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensor, expand_composites=True)
+        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def collected(self, results: Sequence[Any]) -> Any:
-        """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables.
-
-        Losses are added by `Layer.add_loss`, because functional models do not implement `add_loss`.
-        """
+        """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables."""
         with tf.device(self._forward.home):
             outputs, losses, updates = self._passed.unpacked(results[:-1])
         if self._row_losses is not None:
@@ -297,7 +273,7 @@ class MappedCall:
         weights = tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares
         for loss, (layer, of_rows, dtype) in zip(losses, self._passed.losses):
             total = tf.reduce_sum(loss * tf.cast(weights, loss.dtype)) if of_rows else loss[0]
-            keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))
+            keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))  # which functional models do not implement
         for i, states in zip(self._passed.updated, updates):
             variable = self._states[i]
             differ = id(variable) in self._survey.averaged and not self._survey.meets

@@ -30,7 +30,7 @@ def mapping(
         rows: the number of rows of the batch, `None` if it is unknown.
         microbatches: number of parts in which each device runs its rows, in the first call of the model.
         losses: whether losses that layers add are collected.
-        row_losses: losses of the call of the model. The step must call the model once.
+        row_losses: losses of the only call of the model.
     """
     thread = threading.get_ident()
 
@@ -41,7 +41,12 @@ def mapping(
         given = Given.of(args, kwargs, losses)
         if not given.has_rows(rows) or not layer.built or is_stateless():
             return call(*args, **kwargs)
-        _check_no_tangents(forward, layer, given)
+        handles = [stored_in(variable).handle for variable in forward.variables]
+        if have_tangents([*tf.nest.flatten(given.rows, expand_composites=True), *handles]):
+            raise DataError(
+                f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
+                "use a tf.GradientTape"
+            )
         of_model = layer is forward.model
         parts = microbatches if of_model and not forward.calls else 1  # microbatches have no gradients to their inputs
         forward.calls += 1
@@ -57,12 +62,3 @@ def mapping(
         if row_losses is not None:
             replaced.enter_context(row_losses.used())
         yield
-
-
-def _check_no_tangents(forward: ForwardPass, layer: Any, given: Given) -> None:
-    handles = [stored_in(variable).handle for variable in forward.variables]
-    if have_tangents([*tf.nest.flatten(given.rows, True), *handles]):
-        raise DataError(
-            f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
-            "use a tf.GradientTape"
-        )

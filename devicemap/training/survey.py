@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -54,12 +54,7 @@ class Survey:
         row_losses: RowLosses | None,
         runs_again: bool,
     ):
-        """Trace the call.
-
-        Args:
-            tensors: the rows of `given`, and then targets.
-            row_losses: finds its losses and metrics.
-            runs_again: whether layers run again for their gradients.
+        """Trace the call. `tensors`: the rows of `given`, and then targets. `runs_again`: for the gradients of layers.
 
         Raises:
             FunctionError: each device would change a variable or a table, or variables would lose their gradients.
@@ -74,7 +69,8 @@ class Survey:
             normalizing.append(norm)
             return mean, variance
 
-        def call(*leaves: Any) -> Any:
+        @tf.function(autograph=False)
+        def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
             args, kwargs = given.with_rows(leaves)
             with scope, moments_by(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
@@ -84,9 +80,10 @@ class Survey:
             graph = tf.compat.v1.get_default_graph()
             if any(getattr(loss, "graph", None) is not graph for loss in losses):  # a number, or of an inner graph
                 losses = []
-            return results, losses
+            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)], losses
 
-        concrete, outputs = self._trace(call, tensors, dense)
+        concrete = self._trace(call, tensors, dense)
+        outputs = concrete.structured_outputs[0]
         self.meets = bool(normalizing)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
@@ -101,9 +98,10 @@ class Survey:
         if len(forward.devices) > 1 and dense and layer not in _compared:
             _compared.add(layer)
             self._mixes_rows = _dependence_on_rows(layer, given, forward.home)
-        self._lookups: dict[int, Lookups] = {}
+        self.lookups: dict[int, Lookups] = {}
+        """The lookups in trained variables, by identity of the latter."""
         if len(forward.devices) > 1 or runs_again:
-            self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
+            self.lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
         self._shapes = [spec.shape for spec in outputs] if dense else []
         dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
         found = sources_of_gradients(concrete) if dense else []
@@ -114,26 +112,14 @@ class Survey:
         self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
 
-    def _trace(
-        self, call: Callable[..., tuple[Any, list[Any]]], tensors: Sequence[Any], dense: bool
-    ) -> tuple[Any, list[Any]]:
-        """Trace the call for more rows than the tensors have, if these are dense.
-
-        Returns:
-            A `ConcreteFunction` of its outputs and losses, and the specs of the outputs.
-        """
-
-        @tf.function(autograph=False)
-        def function(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            results, losses = call(*leaves)
-            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)], losses
-
+    def _trace(self, function: Any, tensors: Sequence[Any], dense: bool) -> Any:
+        """Trace a function of leaves for more rows than these tensors have, if they are dense."""
         specs = [
             tf.TensorSpec([self._rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
             for leaf in tensors
         ]
         try:
-            concrete = function.get_concrete_function(*specs)
+            return function.get_concrete_function(*specs)
         except Exception as error:
             # If this raises the same error, the error shows the shapes of the batch.
             function.get_concrete_function(*tensors)
@@ -143,7 +129,6 @@ class Survey:
                 "and an output, or compute values of several rows in compute_loss, or in a train_step of the "
                 f"model{self._advice}"
             ) from error
-        return concrete, concrete.structured_outputs[0]
 
     def warn(self, jit_compile: bool) -> None:
         """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
@@ -157,10 +142,6 @@ class Survey:
                 f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {self.not_for_xla}. "
                 "Compile the model with jit_compile=False",
             )
-
-    def lookups_in(self, variable: Any) -> Lookups:
-        """Return the lookups in a variable."""
-        return self._lookups.get(id(variable), Lookups.NONE)
 
     def check_new_value(self, variable: Any, value: Any, rows: Sequence[Any]) -> None:
         """Refuse a new value of a variable that depends on the rows of one device, except for moving averages."""
