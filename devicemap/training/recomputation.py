@@ -21,6 +21,7 @@ from devicemap._tensorflow.keras import is_seed, replacing, states_of, sublayers
 from devicemap.compile.audit import audit
 from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
+from devicemap.data.shards import join
 from devicemap.errors import failure
 from devicemap.training.stateless import CallScope, Given, Passed, current_scope, pure
 
@@ -34,11 +35,10 @@ def recomputed(
     """Return the results of a function of rows and values, in the graph that is being traced.
 
     Args:
-        function: `(number of the microbatch, rows, values) -> (results [rows, ...], results [1, ...])`, of dense tensors. It is
-            traced once.
+        function: `(number of the microbatch, rows, values) -> (results [rows, ...], results [1, ...])`, of dense tensors.
         rows: tensors `[rows, ...]`, dense, ragged or sparse, which get no gradients.
         values: dense tensors that get gradients. So do the variables that the function reads, unless there are microbatches.
-        microbatches: the largest number of parts of the rows. No part is empty. Results of several parts are joined.
+        microbatches: the largest number of parts of the rows. No part is empty.
 
     Raises:
         FunctionError: the function draws other random numbers when it runs again, or changes a variable.
@@ -68,22 +68,17 @@ def recomputed(
         taken = [upstream[i] for i in floats]
         with _after(taken):  # otherwise all functions would run again at once, and their results be kept
             given, held = tf.nest.map_structure(tf.identity, (list(rows), list(values)), expand_composites=True)
-        again = _Cut(given, microbatches)
-        if microbatches == 1:
-            found = gradient_of_part(again.number, given, held, taken)
-        else:
+        again, of_part = _Cut(given, microbatches), gradient_of_part
+        if microbatches > 1:
             of_part = tf.function(gradient_of_part, autograph=False).get_concrete_function(
                 again.number, again.specs, held, [spec_of(results[i]) for i in floats]
             )
 
-            def gradients(number: Any) -> Any:
-                parts = [
-                    again.part_of(leaf, number) if i < of_rows else leaf[number : number + 1]
-                    for i, leaf in zip(floats, taken)
-                ]
-                return of_part(number, again.parts(number), held, parts)
+        def gradients(number: Any) -> Any:
+            parts = [again.part_of(leaf, number, i < of_rows) for i, leaf in zip(floats, taken)]
+            return of_part(number, again.parts(number), held, parts)
 
-            found = again.over(gradients, [partial(added, lookups=kinds[i]) for i in sources])
+        found = again.over(gradients, [partial(added, lookups=kinds[i]) for i in sources])
         of_values: list[Any] = [None] * len(values)
         for i, each in zip(sources, found):
             of_values[i] = (
@@ -91,11 +86,7 @@ def recomputed(
             )
         return [*of_values, *found[len(sources) :]]
 
-    given = (
-        run(cut.number, rows, values)
-        if microbatches == 1
-        else cut.over(lambda i: run(i, cut.parts(i), values), [_joined] * len(results))
-    )
+    given = cut.over(lambda i: run(i, cut.parts(i), values), [join] * len(results))
     return linked(given, [*values, *map(tf.convert_to_tensor, others)], gradient)
 
 
@@ -110,10 +101,7 @@ def without_state(layers: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def recomputing(layers: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which gradients compute the intermediate results of these layers again.
-
-    The layers are called in `CallScope`s that hold all variables.
-    """
+    """Return a context in which gradients compute the intermediate results of these layers, in `CallScope`s, again."""
     with ExitStack() as replaced:
         for layer in layers:
             replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))
@@ -165,8 +153,12 @@ class _Cut:
         self.number = tf.constant(0)
         self.specs = [tf.type_spec_from_value(leaf) if most == 1 else spec_of(leaf) for leaf in rows]
 
-    def part_of(self, leaf: Any, number: Any) -> Any:
-        """Return a part of a leaf `[rows, ...]`."""
+    def part_of(self, leaf: Any, number: Any, of_rows: bool = True) -> Any:
+        """Return a part of a leaf `[rows, ...]`, or of one `[parts, ...]`."""
+        if self._most == 1:
+            return leaf
+        if not of_rows:
+            return leaf[number : number + 1]
         count = count_rows(self._rows[0], tf.int32)
         each, more = count // self._most, count % self._most
         start = number * each + tf.minimum(number, more)
@@ -179,6 +171,8 @@ class _Cut:
     def over(self, call: Callable[[Any], Any], combine: Sequence[Callable[[Sequence[Any]], Any]]) -> list[Any]:
         """Call `call(number)` for all parts with rows, one after another, and combine each of its results except `None`."""
         first = list(call(self.number))
+        if self._most == 1:
+            return first
         known = [each for each in first if each is not None]
         combiners = [combiner for combiner, each in zip(combine, first) if each is not None]
         with _after(known):  # otherwise the loop would begin at once
@@ -212,12 +206,7 @@ def _has_gradient(tensor: Any) -> bool:
 
 def _after(tensors: Sequence[Any]) -> Any:
     """Return a scope of ops that wait for tensors. A control edge from a call would not wait for arguments that it returns."""
-    flat = tf.nest.flatten(list(tensors), expand_composites=True)
-    return tf.control_dependencies([tf.identity(tensor) for tensor in flat])
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return tf.concat(parts, 0)
+    return tf.control_dependencies([*map(tf.identity, tf.nest.flatten(tensors, expand_composites=True))])
 
 
 def _check(part: Any) -> None:
