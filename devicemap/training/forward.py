@@ -25,12 +25,7 @@ class ForwardPass:
     def __init__(
         self, model: Any, devices: Sequence[str], batch_norm: str, added_losses: str | None, recomputed: Sequence[Any]
     ):
-        """
-        Args:
-            devices: full names.
-            batch_norm, added_losses: as for `parallelize`.
-            recomputed: layers that run again for their gradients.
-        """
+        """`batch_norm`, `added_losses`: as for `parallelize`. `recomputed`: layers that run again for their gradients."""
         self.model, self.devices = model, devices
         self.batch_norm, self.added_losses, self.recomputed = batch_norm, added_losses, recomputed
         self.variables = model.variables

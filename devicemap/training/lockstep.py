@@ -42,11 +42,10 @@ class Lockstep:
         self._error: BaseException | None = None
 
     def run(self) -> list[Any]:
-        """Return the results of the functions.
+        """Return the results of the functions, or raise an error of one of them.
 
         Raises:
             FunctionError: some functions have returned while others wait for them.
-            Exception: one of the functions raised it.
         """
         with ThreadPoolExecutor(len(self._functions), "devicemap lockstep") as pool:
             try:
@@ -64,10 +63,8 @@ class Lockstep:
                 with self._graph.as_default(), tf.name_scope(f"{self._scope}/" if self._scope else ""):
                     self._results.append(self._functions[slot]())
                 self._check_alike()
-        except _Stopped:
-            pass
         except BaseException as error:  # raised again by the caller
-            self._error = error
+            self._error = self._error or error
         self._end_turn()
 
     def meet(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:

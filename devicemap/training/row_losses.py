@@ -38,19 +38,12 @@ class RowLosses:
     """The values that losses and metrics of a compiled model have for each row of a batch."""
 
     def __init__(self, model: Any, targets: Any):
-        """
-        Args:
-            model: a compiled Keras model.
-            targets: `y` of a batch, a nest.
-        """
+        """`model`: a compiled Keras model. `targets`: `y` of a batch, a nest."""
         self._model, self._targets = model, targets
         self.rows = tuple(tf.nest.flatten(targets))
         """The targets."""
-        self._functions = {
-            id(each): function
-            for each in (*losses_of(model), *metrics_of(model))
-            if (function := function_of_rows(each)) is not None and _is_known(*function)
-        }
+        both = (*losses_of(model), *metrics_of(model))
+        self._functions = {id(each): found for each in both if (found := _function_of(each)) is not None}
         """The functions of losses and metrics, by identity of the latter, before `used` replaces them."""
         self._calls = {id(each): each.call for each in losses_of(model)}
         """The `call` methods of losses."""
@@ -62,10 +55,8 @@ class RowLosses:
         self._values: dict[Key, Any] = {}
 
     def fit(self, count: int | None) -> bool:
-        """Return whether there are losses, and the targets are dense tensors of a graph with `count` rows.
-
-        Eager tensors do not show the source of a cast. A loss that overrides `__call__` may use rows in any way.
-        """
+        """Return whether there are losses, and the targets are dense tensors of a graph with `count` rows."""
+        # Eager tensors do not show the source of a cast. A loss that overrides `__call__` may use rows in any way.
         if tf.executing_eagerly() or not self._calls or not self.rows or any(map(has_own_call, losses_of(self._model))):
             return False
         return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows)
@@ -82,7 +73,11 @@ class RowLosses:
             found, missed = self._measured(outputs, rows)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError):  # the call for all rows raises the error
             return
-        self.keys = tuple(key for key, value in found.items() if _is_one_per_row(value.shape, count))
+        self.keys = tuple(
+            key
+            for key, value in found.items()
+            if value.shape.rank and value.shape[0] == count and [*value.shape].count(count) == 1
+        )
         # An activity regularizer of the model itself also needs the outputs.
         needed = missed or self._model.activity_regularizer is not None
         self.complete = not needed and all(key in self.keys for key in found if key[0] in self._calls)
@@ -154,14 +149,16 @@ class RowLosses:
 
 def of_all_rows(model: Any) -> list[Any]:
     """Return the losses and metrics of a compiled model that need outputs of all rows."""
-    each_function = [(each, function_of_rows(each)) for each in (*losses_of(model), *metrics_of(model))]
-    return [each for each, function in each_function if function is None or not _is_known(*function)]
+    return [each for each in (*losses_of(model), *metrics_of(model)) if _function_of(each) is None]
 
 
-def _is_known(function: Any, options: dict[str, Any]) -> bool:
-    """Whether the value of a function for a row depends on that row alone."""
-    is_metric = any(function is getattr(keras.metrics, name) for name in _METRICS)
-    return (is_metric or is_of_one_row(function)) and options.get("axis", -1) == -1
+def _function_of(each: Any) -> tuple[Any, dict[str, Any]] | None:
+    """Return the function and options of a loss or metric whose value for a row depends on that row alone, or `None`."""
+    found = function_of_rows(each)
+    if found is None or found[1].get("axis", -1) != -1:
+        return None
+    is_metric = any(found[0] is getattr(keras.metrics, name) for name in _METRICS)
+    return found if is_metric or is_of_one_row(found[0]) else None
 
 
 def _is_aligned(function: Any, true: Any, pred: Any, squeezed: bool = False) -> bool:
@@ -182,7 +179,3 @@ def _index_of(tensor: Any, tensors: Sequence[Any]) -> int | None:
     cast = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy") and tensor.op.type == "Cast"
     sources = [tensor, tensor.op.inputs[0]] if cast else [tensor]
     return next((i for source in sources for i, each in enumerate(tensors) if each is source), None)
-
-
-def _is_one_per_row(shape: Any, count: int) -> bool:
-    return bool(shape.rank) and [*shape].count(count) == 1 and shape[0] == count

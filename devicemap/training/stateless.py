@@ -51,17 +51,16 @@ class Given:
             count = many.shape[0] or count_rows(many)
             tensors = [tf.repeat(leaf, count) if leaf.shape.rank == 0 else leaf for leaf in tensors]
         return cls(
-            tf.nest.map_structure(_placeholder, nest),
+            tf.nest.map_structure(
+                lambda leaf: (ROWS if leaf.shape.rank != 0 else SHARED) if tf.is_tensor(leaf) else leaf, nest
+            ),
             tuple(mask is not None for mask in masks),
             (*tensors, *(mask for mask in masks if mask is not None)),
             losses,
         )
 
     def has_rows(self, batch: int | None) -> bool:
-        """Whether the tensors have a common axis of rows, according to their static shapes.
-
-        If some lengths are unknown, the known length has to be that of the batch.
-        """
+        """Whether the tensors have a common axis of rows, by static shapes. Beside unknown lengths, only that of the batch."""
         given = tf.nest.flatten(self.nest)
         if all(leaf is not ROWS for leaf in given) or any(leaf.shape.rank is None for leaf in self.rows):
             return False
@@ -82,10 +81,6 @@ class Given:
         return tf.nest.map_structure(
             lambda leaf: next(left) if leaf is ROWS else next(left)[0] if leaf is SHARED else leaf, self.nest
         )
-
-
-def _placeholder(leaf: Any) -> Any:
-    return (SHARED if leaf.shape.rank == 0 else ROWS) if tf.is_tensor(leaf) else leaf
 
 
 @dataclass(frozen=True)
@@ -164,12 +159,9 @@ class CallScope(keras.StatelessScope):
         advance: bool = False,
         outer: CallScope | None = None,
     ):
-        """
-        Args:
-            held: variables and their values in the scope.
-            losses: whether losses are collected. Otherwise, they are dropped.
-            advance: whether draws advance seeds, because each device has to draw other numbers.
-            outer: the scope in which other variables have values.
+        """`held`: variables and their values in the scope. Other variables have those of `outer`.
+
+        `losses`: whether losses are collected, or dropped. `advance`: whether draws advance seeds, as each device needs.
         """
         super().__init__(held, collect_losses=losses)
         self._outer = outer
@@ -252,19 +244,15 @@ def add_loss(layer: Any, loss: Any) -> None:
         scope.added += [(layer, each, True) for each in tf.nest.flatten(loss)]
 
 
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
-
-
 def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
     """Call a model or layer on some rows, in a `CallScope`.
 
-    Returns:
-        Outputs and their attached tensors; losses that layers add and new values of `variables`; a description of these.
+    Return outputs and their attached tensors; losses that layers add and new values of `variables`; a description of these.
     """
-    before = {id(variable): scope.get_current_value(variable) for variable in variables}
+    before = [*map(scope.get_current_value, variables)]
     with scope:
         outputs = call()
+    after = [*map(scope.get_current_value, variables)]
     known = scope.held.union(map(id, variables))
     for variable in scope.changed:
         if id(variable) not in known:
@@ -273,9 +261,8 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
                 "of keras.random without a seed: use a keras.random.SeedGenerator of the layer, and pass metrics to compile"
             )
     for leaf in tf.nest.flatten(outputs):
-        if not tf.is_tensor(leaf) and any(
-            map(_is_symbolic, tf.nest.flatten(list(getattr(leaf, "__dict__", {}).values())))
-        ):
+        attributes = [] if tf.is_tensor(leaf) else tf.nest.flatten([*getattr(leaf, "__dict__", {}).values()])
+        if any(isinstance(each, tf.Tensor) and not hasattr(each, "numpy") for each in attributes):
             raise failure(
                 f"a layer returns an object of {type(leaf).__name__}, whose tensors cannot be gathered from several devices; "
                 "return them in a tuple, a named tuple or a dict"
@@ -286,11 +273,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         if activation is not None:
             notes[i].pop(LOGITS, None)
             flat[i] = flat[i].op.inputs[0]
-    updates = {
-        i: scope.get_current_value(variable)
-        for i, variable in enumerate(variables)
-        if scope.get_current_value(variable) is not before[id(variable)]
-    }
+    updates = {i: new for i, (old, new) in enumerate(zip(before, after)) if new is not old}
     what = Passed(
         tf.nest.map_structure(lambda leaf: ROWS if tf.is_tensor(leaf) else leaf, outputs),
         tuple(leaf.shape for leaf in flat),
