@@ -24,11 +24,7 @@ _TIMES = 5
 
 
 def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
-    """Compare outputs and losses of a layer and its copy, unless those of the layer change from call to call.
-
-    Raises:
-        OptionError: the copy has other results.
-    """
+    """Raise `OptionError` if a copy has other outputs or losses than its layer, unless those change from call to call."""
     layer = call.layer
     modes = [{"training": False}, {"training": True}] if isinstance(layer, keras.Layer) else [{}]
     for largest, mode in product([1.0, 100.0], modes):
@@ -51,11 +47,7 @@ def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
 def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given: Sequence[Any], advice: str) -> None:
     """Compare the results of a function for some rows with those beside other rows, unless it raises an exception.
 
-    Args:
-        name: of the function.
-        run: the function, of a list of tensors.
-        given: symbolic tensors or specs of its arguments, perhaps with a fixed number of rows.
-        advice: what to do if it mixes rows.
+    `given`: symbolic tensors or specs of its list of arguments. `name` and `advice` are parts of the error message.
 
     Raises:
         OptionError: a row of a result depends on other rows of the arguments.
@@ -75,11 +67,7 @@ def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given
 
 
 def results_in_training(run: Callable[..., Any], tensors: list[Any]) -> Any:
-    """Return the results of a stage in training, for a comparison of rows.
-
-    Raises:
-        ValueError: the stage changes variables. Its rows may depend on others, as in batch normalization.
-    """
+    """Return the results of a stage in training. Raise `ValueError` if it changes variables: then rows may depend on others."""
     with keras.StatelessScope() as scope:
         results = run(tensors, training=True)
     if scope.state_mapping:
@@ -88,14 +76,9 @@ def results_in_training(run: Callable[..., Any], tensors: list[Any]) -> Any:
 
 
 def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]]) -> None:
-    """Check that a copy has or uses no variable of the model in training, as a `Lambda` may do.
+    """Raise `OptionError` if a copy has or uses a variable of the model in training, as a `Lambda` may do.
 
-    Args:
-        call: a call of the copy.
-        owners: each layer of the model and its variable, by the `id` of the variable's handle.
-
-    Raises:
-        OptionError: it does.
+    `owners`: each layer of the model and its variable, by the `id` of the variable's handle.
     """
     captured = [handle for handle, _ in _graph_of(call, training=True).get_concrete_function().graph.captures]
     for handle in [*captured, *(variable.value.handle for variable in call.variables)]:

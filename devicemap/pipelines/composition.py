@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,7 @@ from devicemap.compile.invoke import Invoker
 from devicemap.compile.returned import row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
-from devicemap.data.shards import join
+from devicemap.data.shards import join, shard_sizes
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, error_text, function_error
 from devicemap.events import short_name
@@ -57,11 +57,7 @@ class Batch:
 
     @classmethod
     def of(cls, data: Any, targets: Sequence[Any] = (), scale: Any = 1.0) -> Batch:
-        """Return the batch of the user's data.
-
-        Raises:
-            DataError: for data that is not valid, and for different numbers of rows.
-        """
+        """Return the batch of the user's data. Raise `DataError` for data that is not valid."""
         rows = as_rows(_NAMED[len(targets)](noted(data), *targets) if targets else noted(data))
         nest, *others = rows.specs if targets else (rows.specs,)
         count = len(tf.nest.flatten(nest))
@@ -85,15 +81,19 @@ class Composition:
         run_beside_inputs(device for devices in setting.devices for device in devices)
         traced = trace_in_turn(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
-        parts = self._count(traced, setting)
+        parts = setting.microbatches * len(setting.devices)
+        if any(stage.mixes_rows for stage in traced) and not setting.local:
+            parts = 1
+        elif batch.least is not None:  # no microbatch is empty
+            parts = max(1, min(parts, batch.least))
         with tf.device(HOST):
             self.sizes = sizes_in_graph(count_rows(batch.tensors[0][0]), parts)
             rows, targets = map(self._cut, batch.tensors)
         known = batch.least is not None and batch.least >= parts
         some = [known or self.sizes[m] > 0 for m in range(parts)]
         # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
-        replicas = min(len(setting.devices), parts)
-        shares = [range(*pair) for pair in pairwise(-(-r * parts // replicas) for r in range(replicas + 1))]
+        bounds = accumulate(shard_sizes(parts, len(setting.devices)), initial=0)
+        shares = [range(*pair) for pair in pairwise(bounds)]
         calls = Calls(setting.orders(self._forward_first(traced), shares), setting.clock)
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
@@ -116,13 +116,6 @@ class Composition:
                 for (layer, is_sum), total in zip(found, sums)
                 if layer is not None
             ]
-
-    def _count(self, traced: Sequence[TracedStage], setting: Setting) -> int:
-        """Return the number of microbatches of the batch. None is empty if the number of rows is known."""
-        if any(stage.mixes_rows for stage in traced) and not setting.local:
-            return 1
-        parts = setting.microbatches * len(setting.devices)
-        return parts if self._batch.least is None else max(1, min(parts, self._batch.least))
 
     def _forward_first(self, traced: Sequence[TracedStage]) -> bool:
         """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `_run_in_turn`."""
@@ -187,12 +180,10 @@ class EagerGraphs:
         return facts[-1], tensors
 
     def _failed_stage(self, batch: Batch, error: Exception) -> str:
-        """Return which stage has this class of error if they run in turn on the whole batch. TensorFlow does not report it.
-
-        They do not run again if they have side effects, or if memory was short, which whole batches need more of.
-        """
+        """Return which stage has this class of error if they run in turn on the whole batch. TensorFlow does not report it."""
         values, targets = batch.tensors
         traced = trace_in_turn(self._stages, batch.nest, batch.targets)
+        # Whole batches need more memory.
         repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
         for stage, each in zip(self._stages, traced) if repeatable else ():
             device = stage.devices[0]

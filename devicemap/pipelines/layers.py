@@ -45,10 +45,7 @@ class LayerCall:
 def runner_of(calls: Sequence[LayerCall], given: Sequence[Any], taken: Any) -> Callable[..., Any]:
     """Return a function of a list of inputs that runs calls, with options such as `training` for layers.
 
-    Args:
-        calls: the calls.
-        given: the symbolic inputs.
-        taken: the nest of symbolic outputs.
+    `given`: the symbolic inputs. `taken`: the nest of symbolic outputs.
     """
 
     def run(inputs: Sequence[Any], **options: Any) -> Any:
@@ -114,18 +111,17 @@ def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
 
 
 def copied_layer(call: LayerCall, device: str) -> LayerCall:
-    """Return a call with a copy of the layer, with equal values of its variables, which are on a device.
-
-    Raises:
-        OptionError: the layer cannot be copied.
-    """
+    """Return a call with a copy of the layer on a device, with equal variables. Raise `OptionError` if that is impossible."""
     layer = call.layer
     if not isinstance(layer, keras.Layer):  # an op, which has no variables
         return call
     state = random.getstate()  # Keras draws seeds for the copy, which then gets the values of the layer
     try:
         with tf.device(device):
-            copy = _from_config(layer)
+            if type(layer) is keras.layers.Lambda:  # Keras refuses to load the code of its function
+                copy = keras.layers.Lambda(**layer.get_config() | arguments_of_lambda(layer))
+            else:
+                copy = type(layer).from_config(layer.get_config())
             if type(layer).build is keras.Layer.build and not all(each.built for each in layers_of(copy)[1:]):
                 replace(call, layer=copy).run({})  # a call with symbolic tensors builds its layers
             elif layer.built:
@@ -144,12 +140,6 @@ def copied_layer(call: LayerCall, device: str) -> LayerCall:
     finally:
         random.setstate(state)
     return replace(call, layer=copy)
-
-
-def _from_config(layer: Any) -> Any:
-    if type(layer) is keras.layers.Lambda:  # Keras refuses to load the code of its function
-        return keras.layers.Lambda(**layer.get_config() | arguments_of_lambda(layer))
-    return type(layer).from_config(layer.get_config())
 
 
 def copy_values(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -187,12 +177,9 @@ class StageModel(keras.Model):
     """A model that runs calls of layers. A tuple of inputs is passed as several arguments."""
 
     def __init__(self, run: Callable[..., Any], owned: Sequence[Any], first_of: Any = None, **options: Any):
-        """
-        Args:
-            run: a result of `runner_of`.
-            owned: the layers whose variables belong to the model.
-            first_of: if given, inputs are converted like those of this model.
-            **options: `name` and `dtype` of the model.
+        """`run`: a result of `runner_of`. `owned`: the layers whose variables belong to the model.
+
+        `first_of`: a model that converts inputs in the same way. `options`: `name` and `dtype`.
         """
         super().__init__(autocast=False, **options)  # each layer converts its inputs itself
         self.copies = [layer for layer in owned if isinstance(layer, keras.Layer)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, cycle, pairwise
+from operator import itemgetter
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -82,13 +83,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         >>> stages.copy_weights_to(model)
     """
 
-    from devicemap.pipelines.comparisons import (
-        check_copy,
-        check_rows_are_independent,
-        check_uses_own_variables,
-        results_in_training,
-        seconds_of,
-    )
+    from devicemap.pipelines import comparisons
     from devicemap.pipelines.layers import StageModel, copied_layer, layer_calls, runner_of
 
     check_count("n", n)
@@ -107,7 +102,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     owners = _owners_of_variables(layers)
     first_calls = {id(call.layer): call for call in reversed(calls)}
     sizes = [
-        seconds_of(call) if by == "time" else _bytes_of(call) * (first_calls[id(call.layer)] is call) for call in calls
+        comparisons.seconds_of(call) if by == "time" else _bytes_of(call) * (first_calls[id(call.layer)] is call)
+        for call in calls
     ]
     bounds = cuts(sizes, n)
     made = tf.nest.flatten(outputs)
@@ -117,22 +113,22 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     stages = []
     cycled = cycle(choose_devices(devices))
     for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), cycled)):
-        owned = []
+        own, owned = list[Any](), list[Any]()
         for call in calls[start:stop]:
             if id(call.layer) not in copies:
                 of_copy = copied_layer(call, device)
-                check_copy(call, of_copy)
+                comparisons.check_copy(call, of_copy)
                 copies[id(call.layer)] = of_copy.layer
                 owned.append(of_copy.layer)
-        own = [replace(call, layer=copies[id(call.layer)]) for call in calls[start:stop]]
-        for call in own:
-            check_uses_own_variables(call, owners)
+            own.append(replace(call, layer=copies[id(call.layer)]))
+            comparisons.check_uses_own_variables(own[-1], owners)
         run = runner_of(own, given, taken)
         advice = "compute values of several rows outside of the pipeline"
-        check_rows_are_independent(f"stage {i} of {n}", partial(run, training=False), given, advice)
-        check_rows_are_independent(f"stage {i} of {n} in training", partial(results_in_training, run), given, advice)
-        name, policy = f"{model.name}_{i}", model.dtype_policy
-        stages.append(StageModel(run, owned, None if i else model, name=name, dtype=policy))
+        check_rows = comparisons.check_rows_are_independent
+        check_rows(f"stage {i} of {n}", partial(run, training=False), given, advice)
+        check_rows(f"stage {i} of {n} in training", partial(comparisons.results_in_training, run), given, advice)
+        first_of = None if i else model
+        stages.append(StageModel(run, owned, first_of, name=f"{model.name}_{i}", dtype=model.dtype_policy))
     if hasattr(model, "output_names"):
         stages[-1].output_names = model.output_names
     return Stages(stages, [copies[id(layer)] for layer in layers])
@@ -145,16 +141,16 @@ def cuts(weights: Sequence[float], n: int) -> list[int]:
     [0, 3, 4]
     """
     sums = [0, *accumulate(weights)]
-    best = {(0, 0): (0.0, [0])}  # (number of weights, parts) -> (largest sum, bounds)
-    for parts in range(1, n + 1):
-        for stop in range(parts, len(weights) + 1):
-            options = (
-                (max(best[start, parts - 1][0], sums[stop] - sums[start]), [*best[start, parts - 1][1], stop])
-                for start in range(parts - 1, stop)
-                if (start, parts - 1) in best
+    best = {stop: (largest, [0, stop]) for stop, largest in enumerate(sums)}  # of one part that ends at `stop`
+    for parts in range(2, n + 1):
+        best = {
+            stop: min(
+                ((max(best[cut][0], sums[stop] - sums[cut]), [*best[cut][1], stop]) for cut in range(parts - 1, stop)),
+                key=itemgetter(0),
             )
-            best[stop, parts] = min(options, key=lambda option: option[0])
-    return best[len(weights), n][1]
+            for stop in range(parts, len(sums))
+        }
+    return best[len(weights)][1]
 
 
 def _layers_in(calls: Sequence[Any]) -> list[Any]:
@@ -163,11 +159,7 @@ def _layers_in(calls: Sequence[Any]) -> list[Any]:
 
 
 def _owners_of_variables(layers: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
-    """Return each layer and its variable, by the `id` of the variable's handle.
-
-    Raises:
-        OptionError: two layers have the same variable.
-    """
+    """Return each layer and its variable, by the `id` of the variable's handle. Two layers must not share a variable."""
     owners: dict[int, tuple[Any, Any]] = {}
     for layer in layers:
         for variable in getattr(layer, "variables", ()):
