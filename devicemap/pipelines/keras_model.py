@@ -54,11 +54,7 @@ class PipelineModel(keras.Model):
         return super().__call__(inputs, *arguments, **options)
 
     def _find_layers(self, inputs: Any) -> None:
-        """Find the layers that stages call, unless they are known.
-
-        Raises:
-            OptionError: they need scaled losses, which Keras decides before.
-        """
+        """Find the layers that stages call, unless they are known. Keras decides whether to scale losses before."""
         if self.built:
             return
         inputs = _with_tuples(inputs)

@@ -89,14 +89,9 @@ class Losses:
         return not tf.nest.is_nested(self.each) and not _is_of_keras(self.each)
 
     def by_row(self, outputs: Any, y: Any, *weight: Any) -> list[Any]:
-        """Return a sum of weighted losses for each row, `[rows]`.
+        """Return a sum of weighted losses for each row, `[rows]`, from outputs, targets and perhaps a sample weight.
 
         Unless their sum is divided by the number of rows or not at all, return the divisor by row, too, `[rows]`.
-
-        Args:
-            outputs: the outputs of the last stage.
-            y: the targets.
-            weight: the sample weight, if there is one.
         """
         totals, divisors = [], list[Any]()
         for loss, factor, arguments in self.matched(outputs, y, *weight):
@@ -111,11 +106,7 @@ class Losses:
         return [tf.add_n([tf.cast(total, totals[0].dtype) for total in totals]), *divisors]
 
     def check_rows(self, outputs: Any, y: Any) -> None:
-        """Compare losses that are not Keras's own, of random rows of these specs, with those of half of the rows.
-
-        Raises:
-            OptionError: the loss of a row depends on other rows.
-        """
+        """Raise `OptionError` if a loss that is not Keras's own depends on other rows, for random rows of these specs."""
         from devicemap.pipelines.comparisons import check_rows_are_independent
 
         nest = outputs, y
@@ -141,11 +132,7 @@ class Losses:
                     check_rows_are_independent(f"the loss {name}", function, [*map(copy, specs)], advice)
 
     def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
-        """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights.
-
-        Raises:
-            FunctionError: the losses do not fit the outputs or the targets.
-        """
+        """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights."""
         if self.takes_all_outputs or not (tf.nest.is_nested(self.each) or tf.nest.is_nested(outputs)):
             yield self.each, self.factors, [outputs, y, *([] if weight is None else [weight])]
             return
@@ -265,13 +252,9 @@ def _sum_of_rows(elements: Any) -> Any:
 def differentiate(
     losses: Losses, compose: Callable[[], Composition], variables: Callable[[], Sequence[Any]], scale: Any
 ) -> tuple[Composition, Any, list[Any]]:
-    """Return a composition whose last stage has losses, their sum with other losses, and the gradients.
+    """Return a composition whose last stage has losses, their sum with other losses, and the gradients times `scale`.
 
-    Args:
-        losses: the losses of the outputs.
-        compose: builds the composition.
-        variables: returns the variables of the gradients, after `compose`.
-        scale: a scalar that the gradients are multiplied by.
+    `compose` builds the composition. After that, `variables` returns those of the gradients.
     """
     with tf.GradientTape() as tape:
         made = compose()

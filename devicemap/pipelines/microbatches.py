@@ -51,14 +51,9 @@ class Calls:
         backward pass."""
 
     def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
-        """Return the results of a stage for a microbatch.
+        """Return the results of a stage for a microbatch, from those of the previous stage, and from rows of the batch.
 
-        Args:
-            step: the forward call.
-            slot: the stage on its device.
-            values: the results of the previous stage.
-            rows: leaves of the batch that the stage takes after them.
-            some: whether the microbatch has rows; a tensor if that is unknown.
+        `some`: whether the microbatch has rows; a tensor if that is unknown.
         """
         m, first = step.microbatch, slot.share.start
         # Without an order, the first microbatch could arrive last. A copy waits for calls that its device has begun, so the

@@ -95,11 +95,7 @@ class Setting:
 def devices_of_replicas(
     stages: int, known: Sequence[str], replicas: int, schedule: str, microbatches: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the devices of each replica.
-
-    Raises:
-        OptionError: they do not fit the stages.
-    """
+    """Return the devices of each replica. Raise `OptionError` if they do not fit the stages."""
     names = ", ".join(map(short_name, known))
     each = min(stages, len(known) // replicas)
     there = f"{stages} stages, {replicas} replica(s) and {len(known)} device(s), {names}"

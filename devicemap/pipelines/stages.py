@@ -108,12 +108,7 @@ class Stage:
     """A function of batches, traced for its inputs."""
 
     def __init__(self, k: int, function: Callable[..., Any], setting: Setting):
-        """
-        Args:
-            k: its index.
-            function: the function.
-            setting: the options of the pipeline.
-        """
+        """`k`: its index. `setting`: the options of the pipeline."""
         self._k, self.function, self._setting = k, function, setting
         self._losses: Any = None
         self._name = f"stage {k} of {setting.stages}"
@@ -156,11 +151,7 @@ class Stage:
         return stage
 
     def traced(self, given: tuple[Any, ...], replica: int = 0) -> TracedStage:
-        """Return the trace for the specs of the inputs, and perhaps of targets, in a replica.
-
-        Raises:
-            FunctionError: the function cannot be traced, or does not return rows.
-        """
+        """Return the trace for the specs of the inputs, and perhaps of targets, in a replica."""
         if in_fn.get():  # inside of another stage, which observes the layers, too
             return self._trace(given)
         key = freeze(given), replica
@@ -173,10 +164,7 @@ class Stage:
         return stage
 
     def slots(self, stage: TracedStage, shares: Sequence[range]) -> list[Slot]:
-        """Return the traced stage in each replica, in the graph that is being built.
-
-        The first replica has the variables. The other replicas get their values once in each call.
-        """
+        """Return the traced stage in each replica, in the graph that is being built. The first replica has the variables."""
         first = stage.traced
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
         if len(shares) > 1:
@@ -238,7 +226,7 @@ class Stage:
         of_keras = [*(variable for layer in self.layers for variable in layer.variables), *used.variables]
         by_stored = {id(stored_in(v)): v for v in (*traced.concrete.graph.variables, *self.variables, *of_keras)}
         known = [*self.variables, *traced.concrete.graph.variables]
-        self.variables = list({key: by_stored[key] for key in (id(stored_in(v)) for v in known)}.values())
+        self.variables = [by_stored[key] for key in dict.fromkeys(id(stored_in(v)) for v in known)]
         handles = {id(stored_in(variable).handle) for variable in of_keras if not is_seed(variable)}
         mixes_rows = any(id(handle) in handles for handle in written_by(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
