@@ -259,7 +259,10 @@ class MappedCall:
             for i, tensor in enumerate(tensors):
                 if i not in values:
                     tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensor, expand_composites=True)
-        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
+        states = [*others, count_rows(rows[0])]
+        if self._survey.meets and self._microbatches == 1:  # each device has rows
+            return tensors, [tf.expand_dims(state, 0) for state in states]
+        return tensors, as_states(states, rows[0])
 
     def collected(self, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables."""
