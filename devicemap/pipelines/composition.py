@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
 from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap._tensorflow.keras_calls import in_training
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.invoke import Invoker
@@ -82,7 +84,7 @@ class Composition:
         traced = trace_in_turn(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
         parts = setting.microbatches * len(setting.devices)
-        if any(stage.mixes_rows for stage in traced) and not setting.local:
+        if _needs_whole_batch(traced, setting):
             parts = 1
         elif batch.least is not None:  # no microbatch is empty
             parts = max(1, min(parts, batch.least))
@@ -212,11 +214,15 @@ class EagerGraphs:
 
 
 def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss: bool) -> PipelinePlan:
-    """Return the plan of a call for rows of these specs."""
+    """Return the plan of a call for rows of these specs, in training mode if there is a loss."""
+    trace = partial(trace_in_turn, stages, spec.specs)
+    traced_stages = in_training(trace) if has_loss else trace()
+    traces = [stage.traced for stage in traced_stages]
     microbatches = setting.microbatches
-    if spec.rows is not None:
+    if _needs_whole_batch(traced_stages, setting):
+        microbatches = 1
+    elif spec.rows is not None:
         microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
-    traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)]
     forward_first = _run_in_turn(traces)
     orders = setting.orders(forward_first, [range(microbatches)])
     plans = []
@@ -227,6 +233,11 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss:
         own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
         plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
     return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), has_loss, forward_first)
+
+
+def _needs_whole_batch(stages: Sequence[TracedStage], setting: Setting) -> bool:
+    """Whether a layer computes a value of all rows, as batch normalization does in training."""
+    return not setting.local and any(stage.mixes_rows for stage in stages)
 
 
 def _run_in_turn(stages: Sequence[Traced]) -> bool:

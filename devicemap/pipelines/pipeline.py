@@ -288,7 +288,9 @@ class Pipeline:
         return packed(nest, leaves)
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:
-        """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent between stages.
+        """Return the plan of a call, or of a training step if there is a loss, without running it.
+
+        It has the schedule, its bubble, and the bytes sent between stages.
 
         Args:
             data_or_spec: a batch, or a nest of `tf.TensorSpec`s in its place.

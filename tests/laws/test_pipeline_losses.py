@@ -543,6 +543,16 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
         fitted.fit(x, x, verbose=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the whole batch:RuntimeWarning")
+@pytest.mark.parametrize(("batch_norm", "microbatches"), [("synchronized", 1), ("local", 4)])
+def test_the_plan_has_the_microbatches_of_training(batch_norm: Any, microbatches: int, devices: list[str]) -> None:
+    stages = dense(), keras.Sequential([layers.BatchNormalization(), dense()])
+    pipe = Pipeline(stages, devices[:2], microbatches=4, loss="mse", batch_norm=batch_norm)
+    plan = pipe.explain(x)
+    assert plan.microbatches == microbatches
+    assert len(pipe.report(x, x).calls) == sum(len(stage.schedule) for stage in plan.stages) == 4 * microbatches
+
+
 @pytest.mark.private("the order of ops in backward passes")
 @pytest.mark.in_ci(2)
 @pytest.mark.parametrize("setting", SETTINGS)
