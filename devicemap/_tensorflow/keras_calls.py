@@ -14,7 +14,7 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import replacing
 
 
-class Used:
+class KerasUse:
     """The Keras objects that a thread uses in a context."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ _observing = threading.RLock()
 
 
 @contextlib.contextmanager
-def observing() -> Iterator[Used]:
+def observing() -> Iterator[KerasUse]:
     """Return a context that records the Keras objects that this thread uses. Losses are not added to their layers.
 
     The training mode is the same before and after the context, although Keras keeps the mode of the layer called last.
     """
     import keras
 
-    used, thread, scope = Used(), threading.get_ident(), _global("stateless_scope")
+    used, thread, scope = KerasUse(), threading.get_ident(), _global("stateless_scope")
     context, training = _global("current_call_ctx"), is_training()
     layer_class: Any = keras.Layer
     variable_class: Any = next(each for each in keras.Variable.__mro__ if "value" in vars(each))

@@ -55,7 +55,7 @@ class DevicePlan:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedValue:
     """A variable, tensor, lookup table or other resource that `fn` uses without getting it as an argument."""
 
     name: str
@@ -117,7 +117,7 @@ class Plan(Result):
     traces: int
     """Number of times that `fn` was traced so far for data of this structure."""
 
-    captured: tuple[Captured, ...]
+    captured: tuple[CapturedValue, ...]
     """The values that `fn` uses besides its arguments."""
 
     python_ops: tuple[str, ...]

@@ -19,7 +19,7 @@ from devicemap.data.sources import from_dataset
 from devicemap.data.structure import map_nest
 from devicemap.errors import DataError
 from devicemap.events import Shard
-from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
+from devicemap.inspect.plan import CapturedValue, DevicePlan, Handling, Plan
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
 
@@ -129,10 +129,10 @@ def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:
     return next(iter(counts.values()), None)
 
 
-def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
+def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[CapturedValue, ...]:
     """Return the values that `fn` captures, in the order of its trace. `devices` get rows."""
     names = _names_around(fn)
-    found: list[Captured] = []
+    found: list[CapturedValue] = []
     for handle, treatment in zip(traced.captures, traced.audit.treatments):
         variable = variable_of(traced.concrete, handle) if treatment is not None else None
         thing = handle if variable is None else variable
@@ -146,7 +146,7 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
             handling = Handling.IN_PLACE
         line = writing_line(traced.user_function.graph, handle) if handling is Handling.ORDERED else None
         size = _size_of(thing.shape, thing.dtype) if thing.dtype != tf.resource else None
-        found.append(Captured(name or f"capture {len(found) + 1}", size, home, handling, line))
+        found.append(CapturedValue(name or f"capture {len(found) + 1}", size, home, handling, line))
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ from devicemap.hosts import settle
 from devicemap.inspect.pipelines import PipelinePlan, StagePlan
 from devicemap.inspect.planner import DataSpec
 from devicemap.pipelines.microbatches import Calls
-from devicemap.pipelines.schedule import Setting, Step
+from devicemap.pipelines.schedule import PipelineOptions, Step
 from devicemap.pipelines.stages import Stage, TracedStage, noted, state_of, trace_in_turn, written_by
 
 _NAMED: Any = {n: namedtuple("_NAMED", ("x", "y", "sample_weight")[: 1 + n]) for n in (1, 2)}
@@ -78,13 +78,13 @@ class Composition:
         rows: the number of rows.
     """
 
-    def __init__(self, stages: Sequence[Stage], batch: Batch, setting: Setting):
+    def __init__(self, stages: Sequence[Stage], batch: Batch, options: PipelineOptions):
         self._batch = batch
-        run_beside_inputs(device for devices in setting.devices for device in devices)
+        run_beside_inputs(device for devices in options.devices for device in devices)
         traced = trace_in_turn(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
-        parts = setting.microbatches * len(setting.devices)
-        if _needs_whole_batch(traced, setting):
+        parts = options.microbatches * len(options.devices)
+        if _needs_whole_batch(traced, options):
             parts = 1
         elif batch.least is not None:  # no microbatch is empty
             parts = max(1, min(parts, batch.least))
@@ -94,9 +94,9 @@ class Composition:
         known = batch.least is not None and batch.least >= parts
         some = [known or self.sizes[m] > 0 for m in range(parts)]
         # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
-        bounds = accumulate(shard_sizes(parts, len(setting.devices)), initial=0)
+        bounds = accumulate(shard_sizes(parts, len(options.devices)), initial=0)
         shares = [range(*pair) for pair in pairwise(bounds)]
-        calls = Calls(setting.orders(self._forward_first(traced), shares), setting.clock)
+        calls = Calls(options.orders(self._forward_first(traced), shares), options.clock)
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
@@ -144,9 +144,9 @@ class Composition:
 class EagerGraphs:
     """Runs functions of a `Batch`, each of which returns facts about its graph, and tensors."""
 
-    def __init__(self, setting: Setting, stages: Sequence[Stage]):
-        self._setting, self._stages = setting, stages
-        self._devices = [device for devices in setting.devices for device in devices]
+    def __init__(self, options: PipelineOptions, stages: Sequence[Stage]):
+        self._options, self._stages = options, stages
+        self._devices = [device for devices in options.devices for device in devices]
         self._graphs: dict[Any, Any] = {}
         self._invoker = Invoker(steady=False)
 
@@ -163,7 +163,7 @@ class EagerGraphs:
             return build(batch)
         try:
             settle(self._devices)
-            parts = self._setting.microbatches * len(self._setting.devices)
+            parts = self._options.microbatches * len(self._options.devices)
             batch = replace(batch, least=min(batch.least or 0, parts))
             known = self._graphs.get(self._key(batch, key))
             function, facts = known or self._new_graph(build, batch)
@@ -177,8 +177,8 @@ class EagerGraphs:
                 self._graphs[self._key(batch, key)] = function, facts  # with layers that the traces have found
         except tf.errors.OpError as error:
             raise function_error(f"{self._failed_stage(batch, error)} failed: {error_text(error)}", error) from error
-        if self._setting.clock:
-            self._setting.clock.values = times
+        if self._options.clock:
+            self._options.clock.values = times
         return facts[-1], tensors
 
     def _failed_stage(self, batch: Batch, error: Exception) -> str:
@@ -202,7 +202,7 @@ class EagerGraphs:
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
-        facts, clock, like = list[Any](), self._setting.clock, replace(batch, tensors=((), ()), scale=None)
+        facts, clock, like = list[Any](), self._options.clock, replace(batch, tensors=((), ()), scale=None)
 
         def run(tensors: Any, scale: Any) -> Any:
             found, made = build(replace(like, tensors=tensors, scale=scale))
@@ -213,18 +213,18 @@ class EagerGraphs:
         return tf.function(run, autograph=False, input_signature=signature), facts
 
 
-def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss: bool) -> PipelinePlan:
+def plan_of(stages: Sequence[Stage], spec: DataSpec, options: PipelineOptions, has_loss: bool) -> PipelinePlan:
     """Return the plan of a call for rows of these specs, in training mode if there is a loss."""
     trace = partial(trace_in_turn, stages, spec.specs)
     traced_stages = in_training(trace) if has_loss else trace()
     traces = [stage.traced for stage in traced_stages]
-    microbatches = setting.microbatches
-    if _needs_whole_batch(traced_stages, setting):
+    microbatches = options.microbatches
+    if _needs_whole_batch(traced_stages, options):
         microbatches = 1
     elif spec.rows is not None:
-        microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
+        microbatches = max(1, min(microbatches, -(-spec.rows // len(options.devices))))
     forward_first = _run_in_turn(traces)
-    orders = setting.orders(forward_first, [range(microbatches)])
+    orders = options.orders(forward_first, [range(microbatches)])
     plans = []
     for k, (stage, traced) in enumerate(zip(stages, traces)):
         variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
@@ -232,12 +232,12 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss:
         steps = [step for step in orders[k % len(orders)] if step.stage == k]
         own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
         plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
-    return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), has_loss, forward_first)
+    return PipelinePlan(spec.rows, microbatches, options.schedule, tuple(plans), has_loss, forward_first)
 
 
-def _needs_whole_batch(stages: Sequence[TracedStage], setting: Setting) -> bool:
+def _needs_whole_batch(stages: Sequence[TracedStage], options: PipelineOptions) -> bool:
     """Whether a layer computes a value of all rows, as batch normalization does in training."""
-    return not setting.local and any(stage.mixes_rows for stage in stages)
+    return not options.local and any(stage.mixes_rows for stage in stages)
 
 
 def _run_in_turn(stages: Sequence[Traced]) -> bool:

@@ -29,7 +29,7 @@ from devicemap.options import Options, check_choice, check_count
 from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
 from devicemap.pipelines.losses import Losses, differentiate
 from devicemap.pipelines.microbatches import Clock
-from devicemap.pipelines.schedule import Setting, devices_of_replicas
+from devicemap.pipelines.schedule import PipelineOptions, devices_of_replicas
 from devicemap.pipelines.stages import Stage, packed
 
 
@@ -88,14 +88,16 @@ class Pipeline:
         check_count("microbatches", microbatches)
         check_count("replicas", replicas)
         lanes = devices_of_replicas(len(stages), choose_devices(devices), replicas, schedule, microbatches)
-        self._setting = Setting(len(stages), lanes, schedule, int(microbatches), batch_norm == "local", added_losses)
-        self._stages = [Stage(k, stage, self._setting) for k, stage in enumerate(stages)]
+        self._options = PipelineOptions(
+            len(stages), lanes, schedule, int(microbatches), batch_norm == "local", added_losses
+        )
+        self._stages = [Stage(k, stage, self._options) for k, stage in enumerate(stages)]
         self._output_device = choose_output_device(output_device)
         self.devices = tuple(device for lane in lanes for device in lane)
         self._output_names = getattr(stages[-1], "output_names", None) or ()
         self._prepare(None if loss is None else Losses.of(loss, names=self._output_names))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
-        if norms and microbatches * replicas > 1 and not self._setting.local:
+        if norms and microbatches * replicas > 1 and not self._options.local:
             warn_user(
                 f"{', '.join(norms)}: batch normalization in training needs the whole batch, so that the stages work one after "
                 "another; batch_norm='local' lets it see one microbatch at a time",
@@ -104,8 +106,8 @@ class Pipeline:
     def _prepare(self, losses: Any, clock: Clock | None = None) -> None:
         self._losses = losses
         self._stages = [*self._stages[:-1], self._stages[-1].with_losses(losses)]
-        self._setting = replace(self._setting, clock=clock)
-        self._graphs = EagerGraphs(self._setting, self._stages)
+        self._options = replace(self._options, clock=clock)
+        self._graphs = EagerGraphs(self._options, self._stages)
 
     def _copy_with(self, losses: Losses | None, clock: Clock | None = None) -> Pipeline:
         """Return a pipeline of the same stages with other losses; `clock` times its calls."""
@@ -149,7 +151,7 @@ class Pipeline:
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         batch = Batch.of(data)
-        late = self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording()
+        late = self._options.schedule != "gpipe" and self._options.microbatches > 1 and tape_is_recording()
         if late:
             warn_user(
                 "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
@@ -255,13 +257,13 @@ class Pipeline:
 
     def _called(self, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the results and the layers that add losses, and the results and losses."""
-        made = Composition(self._stages, batch, self._setting)
+        made = Composition(self._stages, batch, self._options)
         leaves = made.joined(self._output_device)
         return (made.nest, [layer for layer, _ in made.losses]), (leaves, [loss for _, loss in made.losses])
 
     def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
-        compose = partial(Composition, self._stages, batch, self._setting)
+        compose = partial(Composition, self._stages, batch, self._options)
         made, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
         leaves = made.joined(self._output_device) if outputs else []
         return made.nest, (value, gradients, leaves)
@@ -301,4 +303,4 @@ class Pipeline:
             >>> [stage.schedule[:4] for stage in plan.stages], plan.bubble
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
-        return plan_of(self._stages, data_spec(data_or_spec, Options()), self._setting, self._losses is not None)
+        return plan_of(self._stages, data_spec(data_or_spec, Options()), self._options, self._losses is not None)

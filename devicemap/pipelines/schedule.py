@@ -57,7 +57,7 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PipelineOptions:
     """The devices and options of a pipeline."""
 
     stages: int

@@ -27,10 +27,10 @@ from devicemap.data.rows import count_rows
 from devicemap.data.structure import Node, as_objects, freeze, map_nest, nodes_of
 from devicemap.errors import FunctionError, OptionError, failure, function_error
 from devicemap.options import Options
-from devicemap.pipelines.schedule import Setting
+from devicemap.pipelines.schedule import PipelineOptions
 
 
-class Noted:
+class TensorWithNotes:
     """The kind of the nodes of tensors with others that Keras attached to them, such as masks."""
 
     @staticmethod
@@ -46,7 +46,7 @@ def noted(nest: Any, lists: bool = False) -> Any:
 
     def node_of(leaf: Any, _: str) -> Any:
         notes = notes_of(leaf)
-        return Node(Noted, (*notes,), (*range(1 + len(notes)),), (leaf, *notes.values())) if notes else leaf
+        return Node(TensorWithNotes, (*notes,), (*range(1 + len(notes)),), (leaf, *notes.values())) if notes else leaf
 
     return map_nest(node_of, nest, lists=lambda _: lists)
 
@@ -107,12 +107,12 @@ class Slot:
 class Stage:
     """A function of batches, traced for its inputs."""
 
-    def __init__(self, k: int, function: Callable[..., Any], setting: Setting):
-        """`k`: its index. `setting`: the options of the pipeline."""
-        self._k, self.function, self._setting = k, function, setting
+    def __init__(self, k: int, function: Callable[..., Any], options: PipelineOptions):
+        """`k`: its index. `options`: the options of the pipeline."""
+        self._k, self.function, self._options = k, function, options
         self._losses: Any = None
-        self._name = f"stage {k} of {setting.stages}"
-        self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
+        self._name = f"stage {k} of {options.stages}"
+        self.devices = tuple(devices[k % len(devices)] for devices in options.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
         self.is_layer = self.knows_layers = bool(layers_of(function))
         self.models: list[Any] = []
@@ -189,7 +189,7 @@ class Stage:
         """Trace the stage; `builds`: again if the trace has built layers."""
         losses: list[tuple[Any, bool]] = []
         key = object()  # no trace of a `tf.function` has it, so that functions that the stage calls are traced again
-        has_targets, has_notes = len(given) > 1, any(node.kind is Noted for node in nodes_of(given))
+        has_targets, has_notes = len(given) > 1, any(node.kind is TensorWithNotes for node in nodes_of(given))
         specs = given if has_targets else given[0]
         if has_notes:  # a `tf.function` drops attributes of its arguments
             specs = tuple(tf.nest.flatten(given))
@@ -230,7 +230,7 @@ class Stage:
         handles = {id(stored_in(variable).handle) for variable in of_keras if not is_seed(variable)}
         mixes_rows = any(id(handle) in handles for handle in written_by(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
-        parts = self._setting.microbatches * len(self._setting.devices)
+        parts = self._options.microbatches * len(self._options.devices)
         if has_targets and parts > 1 and not traced.audit.acts:
             self._losses.check_rows(nest, given[1])
         return TracedStage(name, given, traced, nest, tuple(losses), mixes_rows)
@@ -251,7 +251,7 @@ class Stage:
                 vectors = self._losses.by_row(results, *targets)
             self._of_losses.update(map(id, tape.watched_variables()))
         losses[:] = [(None, True)] * len(vectors)
-        rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
+        rows, kind = tf.nest.flatten(arguments), self._options.added_losses
         for layer, loss in added:
             if self.is_layer and layer not in self.layers:  # as in Keras, which does not know it
                 continue

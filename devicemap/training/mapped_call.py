@@ -38,14 +38,16 @@ from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import CallScope, Given, Passed, pure
+from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, pure
 from devicemap.training.survey import OTHER_LENGTHS, Survey
 
 
 class MappedCall:
     """A call of a layer that is mapped."""
 
-    def __init__(self, forward: ForwardPass, layer: Any, given: Given, microbatches: int, row_losses: RowLosses | None):
+    def __init__(
+        self, forward: ForwardPass, layer: Any, given: CallArguments, microbatches: int, row_losses: RowLosses | None
+    ):
         self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
         self._in_training = is_training()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
@@ -62,7 +64,7 @@ class MappedCall:
         self._runs_again = microbatches > 1 or bool(forward.recomputed)
         """Whether layers run again for their gradients, which then go to values that are read before."""
         self._survey = Survey(forward, layer, given, self._rows, self._row_losses, self._runs_again)
-        self._passed: Passed
+        self._result_spec: ResultSpec
 
     def run(self) -> list[Any]:
         """Run the call, as part of the function that is being traced or in eager code.
@@ -77,7 +79,7 @@ class MappedCall:
             rows = self._rows if known is not None else filled(self._rows, len(forward.devices))
         results = self._on_devices(rows)
         self._survey.warn(forward.model.jit_compile and not tf.executing_eagerly())
-        outputs, states = results[: self._passed.of_rows], results[self._passed.of_rows :]
+        outputs, states = results[: self._result_spec.of_rows], results[self._result_spec.of_rows :]
         if known is not None:
             return [*(with_static_rows(leaf, known) for leaf in outputs), *states]
         with tf.device(forward.home):
@@ -98,9 +100,9 @@ class MappedCall:
             return on_devices(rows, None)
         rows = [paths.followed(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
         results = on_devices(rows, paths)
-        notes = [sources[i] for i, names in enumerate(self._passed.notes) for _ in names]
+        notes = [sources[i] for i, names in enumerate(self._result_spec.notes) for _ in names]
         losses = self._survey.sources_of_losses
-        more = losses if len(losses) == len(self._passed.losses) else []
+        more = losses if len(losses) == len(self._result_spec.losses) else []
         return paths.noting(results, [*sources, *notes, *more])
 
     def _apart(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
@@ -174,7 +176,7 @@ class MappedCall:
 
     def _joined(self, results: Sequence[list[Any]]) -> list[Any]:
         """Join the results of devices that compute the same new values, of which those of the first are taken."""
-        new = self._passed.of_rows + len(self._passed.losses)
+        new = self._result_spec.of_rows + len(self._result_spec.losses)
         updates = [tf.stop_gradient(value) for value in results[0][new:-1]]  # TensorFlow would trace their gradients
         *joined, counts = (join(parts) for parts in zip(*(copied([*each[:new], each[-1]]) for each in results)))
         return [*joined, *updates, counts]
@@ -215,7 +217,7 @@ class MappedCall:
 
     def _counts(self, results: Sequence[Any]) -> list[Any]:
         """Return the numbers of rows of the outputs among these results."""
-        return [count_rows(leaf) for leaf in results[: len(self._passed.notes)]]
+        return [count_rows(leaf) for leaf in results[: len(self._result_spec.notes)]]
 
     def _checked(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
         """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
@@ -252,7 +254,7 @@ class MappedCall:
         for i, number in enumerate(what.updated, len(what.losses)):
             self._survey.check_new_value(self._states[number], others[i], rows)
             others[i] = tf.stop_gradient(others[i])  # TensorFlow would trace gradients of new values
-        self._passed = what
+        self._result_spec = what
         self._survey.check_outputs(what.shapes)
         if row_losses is not None and row_losses.complete:  # other outputs need no gradient
             values = range(len(what.notes) - len(row_losses.keys), len(what.notes))
@@ -267,17 +269,17 @@ class MappedCall:
     def collected(self, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables."""
         with tf.device(self._forward.home):
-            outputs, losses, updates = self._passed.unpacked(results[:-1])
+            outputs, losses, updates = self._result_spec.unpacked(results[:-1])
         if self._row_losses is not None:
             outputs, values = outputs
             self._row_losses.keep(outputs, values)
         counts = tf.cast(results[-1], tf.float64)
         shares = counts / tf.reduce_sum(counts)
         weights = tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares
-        for loss, (layer, of_rows, dtype) in zip(losses, self._passed.losses):
+        for loss, (layer, of_rows, dtype) in zip(losses, self._result_spec.losses):
             total = tf.reduce_sum(loss * tf.cast(weights, loss.dtype)) if of_rows else loss[0]
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))  # which functional models do not implement
-        for i, states in zip(self._passed.updated, updates):
+        for i, states in zip(self._result_spec.updated, updates):
             variable = self._states[i]
             differ = id(variable) in self._survey.averaged and not self._survey.meets
             variable.assign(_mean(states, shares) if differ else states[0])

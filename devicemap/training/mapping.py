@@ -17,7 +17,7 @@ from devicemap.errors import DataError
 from devicemap.training.forward import ForwardPass
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given
+from devicemap.training.stateless import CallArguments
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def mapping(
         """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
         if threading.get_ident() != thread:
             return call(*args, **kwargs)
-        given = Given.of(args, kwargs, losses)
+        given = CallArguments.of(args, kwargs, losses)
         if not given.has_rows(rows) or not layer.built or is_stateless():
             return call(*args, **kwargs)
         handles = [stored_in(variable).handle for variable in forward.variables]

@@ -23,7 +23,7 @@ from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.data.shards import join
 from devicemap.errors import failure
-from devicemap.training.stateless import CallScope, Given, Passed, current_scope, pure
+from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, current_scope, pure
 
 
 def recomputed(
@@ -109,11 +109,11 @@ def recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-    given, scope = Given.of(args, kwargs), current_scope()
+    given, scope = CallArguments.of(args, kwargs), current_scope()
     if scope is None or not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):  # `None`: in another thread
         return call(*args, **kwargs)
     variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
-    count, found = len(given.rows), list[tuple[Passed, CallScope]]()
+    count, found = len(given.rows), list[tuple[ResultSpec, CallScope]]()
 
     def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         args, kwargs = given.with_rows(values[:count])

@@ -23,7 +23,7 @@ _scope: ContextVar[Any] = ContextVar("scope")
 
 
 @dataclass(frozen=True)
-class Given:
+class CallArguments:
     """The arguments of a forward pass: tensors of rows, with their masks, and values that are the same for all rows."""
 
     nest: Any
@@ -39,7 +39,7 @@ class Given:
     """Whether losses that layers add are collected."""
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, losses: bool = True) -> Given:
+    def of(cls, args: Any, kwargs: Any, losses: bool = True) -> CallArguments:
         nest = tf.nest.map_structure(
             lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf,
             (args, kwargs),
@@ -111,7 +111,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Passed:
+class ResultSpec:
     """A description of the results of a forward pass, with which results of devices are combined."""
 
     nest: Any
@@ -244,7 +244,9 @@ def add_loss(layer: Any, loss: Any) -> None:
         scope.added += [(layer, each, True) for each in tf.nest.flatten(loss)]
 
 
-def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
+def pure(
+    call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]
+) -> tuple[list[Any], list[Any], ResultSpec]:
     """Call a model or layer on some rows, in a `CallScope`.
 
     Return outputs and their attached tensors; losses that layers add and new values of `variables`; a description of these.
@@ -274,7 +276,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
             notes[i].pop(LOGITS, None)
             flat[i] = flat[i].op.inputs[0]
     updates = {i: new for i, (old, new) in enumerate(zip(before, after)) if new is not old}
-    what = Passed(
+    what = ResultSpec(
         tf.nest.map_structure(lambda leaf: ROWS if tf.is_tensor(leaf) else leaf, outputs),
         tuple(leaf.shape for leaf in flat),
         tuple(map(tuple, notes)),

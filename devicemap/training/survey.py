@@ -21,7 +21,7 @@ from devicemap.errors import failure, warn_user
 from devicemap.inspect.independence import dependence_on_rows
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import CallScope, Given
+from devicemap.training.stateless import CallArguments, CallScope
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
@@ -49,7 +49,7 @@ class Survey:
         self,
         forward: ForwardPass,
         layer: Any,
-        given: Given,
+        given: CallArguments,
         tensors: Sequence[Any],
         row_losses: RowLosses | None,
         runs_again: bool,
@@ -190,7 +190,7 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
         )
 
 
-def _dependence_on_rows(layer: Any, given: Given, device: str) -> str | None:
+def _dependence_on_rows(layer: Any, given: CallArguments, device: str) -> str | None:
     """Describe how outputs for a row in inference mode depend on other rows, unless the layer has side effects or loops."""
     if not all(each.built for each in layers_of(layer)):
         return None

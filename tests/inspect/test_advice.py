@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from histories import device, history, one_graph, report_of
 
-from devicemap.inspect.plan import Captured, DevicePlan, Handling
+from devicemap.inspect.plan import CapturedValue, DevicePlan, Handling
 from devicemap.types import CallFinished, CallStarted, Plan
 
 
@@ -31,7 +31,7 @@ PLAN = Plan(
 
 
 def _captured(name: str, handling: Handling, size: int = 4) -> dict[str, Any]:
-    return {"captured": (Captured(name, size, "/device:CPU:0", handling),)}
+    return {"captured": (CapturedValue(name, size, "/device:CPU:0", handling),)}
 
 
 PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
