@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras_graphs import build_optimizer
+from devicemap._tensorflow.keras_calls import build_optimizer
 from devicemap.data.rows import any_rows
 from devicemap.errors import OptionError, warn_user
 from devicemap.pipelines.composition import Batch

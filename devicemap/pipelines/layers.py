@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import arguments_of_lambda, layers_of, mask_of
-from devicemap._tensorflow.keras_graphs import graph_of, nodes_of
+from devicemap._tensorflow.keras_calls import graph_of, nodes_of
 from devicemap.errors import OptionError
 
 

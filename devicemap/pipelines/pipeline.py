@@ -19,8 +19,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import batch_norms_of, layers_of, stored_in
-from devicemap._tensorflow.keras_calls import in_training
-from devicemap._tensorflow.keras_graphs import begin_call
+from devicemap._tensorflow.keras_calls import begin_call, in_training
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipelines import PipelinePlan, PipelineReport

@@ -15,8 +15,7 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import keep_alive, tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap._tensorflow.keras import is_seed, layers_of, notes_of, stored_in
-from devicemap._tensorflow.keras_calls import is_stateless, is_training, observing
-from devicemap._tensorflow.keras_graphs import graph_of
+from devicemap._tensorflow.keras_calls import graph_of, is_stateless, is_training, observing
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_walker import depends_on
