@@ -19,28 +19,53 @@ _OTHER_KERNELS = 0.03
 """Relative tolerance for results of fewer rows: more than rounding, also of 16-bit floats."""
 
 
-def dependence_on_rows(run: Callable[[list[Any]], Any], given: Sequence[Any], rows: int) -> str | None:
-    """Describe a result for the first half of some rows that differs if the other half changes or is left out.
+def dependence_on_rows(
+    run: Callable[[list[Any]], Any], given: Sequence[Any], *rows: int, draws: Callable[[], bool] = lambda: False
+) -> str | None:
+    """Describe a result for one half of some rows that differs if the other half changes or is left out.
 
-    `run` maps a list of dense tensors `[rows, ...]` like `given` to a nest of such tensors. Returns `None` for no difference,
-    and if `run` raises an exception: it may refuse random arguments, such as indices out of range.
+    `run` maps a list of dense tensors `[rows, ...]` like `given` to a nest of such tensors. It may refuse random arguments,
+    such as indices out of range. `rows` are numbers of rows, of which the first counts that `run` accepts. `draws` returns
+    whether `run` has drawn random numbers. If other rows are left out, only the first rows then get the same numbers.
+
+    Returns `None` for no difference, and if `run` accepts none of them.
     """
-    half = rows // 2
+    for count in rows:
+        try:
+            return _dependence(run, given, count, draws)
+        except Exception:  # of the user's functions
+            continue
+    return None
+
+
+def _dependence(
+    run: Callable[[list[Any]], Any], given: Sequence[Any], rows: int, draws: Callable[[], bool]
+) -> str | None:
     whole, others = ([each[:rows] for each in random_tensors(given, seed=seed).values()] for seed in (0, 1))
-    changed = [tf.concat([row[:half], other[half:]], 0) for row, other in zip(whole, others)]
+    first, again = (tf.nest.flatten(run(whole)) for _ in range(2))
+    count = whole[0].shape[0]
+    of_rows = [
+        i for i, each in enumerate(first) if each.shape[:1] == [count]
+    ]  # others are refused when they are joined
+    halves = [half for half in (slice(0, count // 2), slice(count // 2, count)) if half.start < half.stop]
 
-    def first_rows(tensors: list[Any]) -> list[Any]:
-        return [tensor[:half] for tensor in tf.nest.flatten(run(tensors))]
+    def found(tensors: list[Any], half: slice, part: slice, tolerance: float) -> str | None:
+        """Compare a part of the results for some tensors with half of the first results."""
+        results = tf.nest.flatten(run(tensors))
+        got, one, other = (
+            [leaves[i][of_part] for i in of_rows] for leaves, of_part in ((results, part), (first, half), (again, half))
+        )
+        return difference("a result", got, one, other, tolerance)
 
-    try:
-        first, again, beside_others = map(first_rows, (whole, whole, changed))
-        if found := difference("a result", beside_others, first, again, _ROUNDING):
-            return f"{found}, if other rows change"
-        alone = first_rows([tensor[:half] for tensor in whole])
-        found = difference("a result", alone, first, again, _OTHER_KERNELS)
-    except Exception:
-        return None
-    return f"{found}, if other rows are left out" if found else None
+    for half in halves:
+        pairs = zip(whole, others)
+        changed = [tf.concat([(one if each is half else other)[each] for each in halves], 0) for one, other in pairs]
+        if text := found(changed, half, half, _ROUNDING):
+            return f"{text}, if other rows change"
+    for half in halves[:1] if draws() else halves:
+        if text := found([each[half] for each in whole], half, slice(0, half.stop - half.start), _OTHER_KERNELS):
+            return f"{text}, if other rows are left out"
+    return None
 
 
 def difference(
@@ -56,7 +81,9 @@ def difference(
     return None
 
 
-def random_tensors(symbolic: Sequence[Any], largest: float = 1.0, seed: int = 0) -> dict[int, Any]:
+def random_tensors(
+    symbolic: Sequence[Any], largest: float = 1.0, seed: int = 0, unknown_size: int = UNKNOWN_SIZE
+) -> dict[int, Any]:
     """Return random rows for symbolic tensors or specs, by `id`. `largest` is the largest magnitude of fractions.
 
     Integers are 0 or 1, which are valid indices for most layers. Integers and strings differ for seeds 0 and 1.
@@ -64,7 +91,7 @@ def random_tensors(symbolic: Sequence[Any], largest: float = 1.0, seed: int = 0)
 
     def random(i: int, tensor: Any) -> Any:
         dtype = tf.as_dtype(tensor.dtype)
-        shape = [size or UNKNOWN_SIZE for size in tensor.shape]
+        shape = [size or unknown_size for size in tensor.shape]
         if dtype == tf.string:
             return tf.fill(shape, str(seed or ""))
         if dtype.is_floating:

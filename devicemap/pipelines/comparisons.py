@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import replacing
-from devicemap.errors import OptionError, brief
-from devicemap.inspect.independence import dependence_on_rows, difference, random_tensors
+from devicemap.errors import OptionError, error_text, warn_user
+from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows, difference, random_tensors
 from devicemap.pipelines.layers import LayerCall
 
 _FEW_ROWS = 8
@@ -22,21 +22,35 @@ _FEW_ROWS = 8
 _TIMES = 5
 """Number of timings of a layer."""
 
+_UNKNOWN_SIZES = UNKNOWN_SIZE, 12
+"""Numbers that replace unknown dimensions. The second is for layers that take short sequences, or several rows as one."""
 
-def check_copy(call: LayerCall, of_copy: LayerCall) -> None:
+
+def accepted_size(call: LayerCall) -> int | None:
+    """Return the number of `_UNKNOWN_SIZES` with which a call accepts random tensors. Warn and return `None` if it has none."""
+    for size in _UNKNOWN_SIZES:
+        try:
+            _results(call, random_tensors(call.inputs, unknown_size=size), {})
+            return size
+        except Exception as error:  # of the user's layers
+            reason = error_text(error)
+    warn_user(
+        f"{call.layer.name} fails for random tensors of the shapes and dtypes that it takes, so its copy is not compared with "
+        f"it, and it counts as fast. Compare the outputs of the stages with those of the model. {reason}"
+    )
+    return None
+
+
+def check_copy(call: LayerCall, of_copy: LayerCall, size: int) -> None:
     """Raise `OptionError` if a copy has other outputs or losses than its layer, unless those change from call to call."""
     layer = call.layer
     modes = [{"training": False}, {"training": True}] if isinstance(layer, keras.Layer) else [{}]
     for largest, mode in product([1.0, 100.0], modes):
-        tensors = random_tensors(call.inputs, largest)
+        tensors = random_tensors(call.inputs, largest, unknown_size=size)
         try:
             first, again, other = (_results(each, tensors, mode) for each in (call, call, of_copy))
-        except tf.errors.InvalidArgumentError as error:
-            if largest > 1:
-                continue  # indices out of range
-            raise OptionError(
-                f"{layer.name} fails for random tensors of the shapes and dtypes that it takes: {brief(error)}"
-            ) from error
+        except tf.errors.InvalidArgumentError:  # indices out of range
+            continue
         if found := difference("an output", other, first, again, 1e-3):
             raise OptionError(
                 f"a copy of {layer.name} by get_config and variables of {type(layer).__name__} computes something else: "
@@ -56,11 +70,17 @@ def check_rows_are_independent(name: str, run: Callable[[list[Any]], Any], given
     if len(fixed) != 1:
         return
 
-    def stateless(tensors: list[Any]) -> Any:
-        with keras.StatelessScope():
-            return run(tensors)
+    draws = False
 
-    if found := dependence_on_rows(stateless, given, min(fixed.pop() or _FEW_ROWS, _FEW_ROWS)):
+    def stateless(tensors: list[Any]) -> Any:
+        nonlocal draws
+        with keras.StatelessScope() as scope:
+            results = run(tensors)
+        draws |= bool(scope.state_mapping)
+        return results
+
+    rows = min(fixed.pop() or _FEW_ROWS, _FEW_ROWS)
+    if found := dependence_on_rows(stateless, given, rows, draws=lambda: draws):
         raise OptionError(
             f"{name}: {found}. Microbatches see some of the rows, so each row of a result must depend on one row; {advice}"
         )
@@ -75,12 +95,12 @@ def results_in_training(run: Callable[..., Any], tensors: list[Any]) -> Any:
     return results
 
 
-def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]]) -> None:
+def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]], size: int) -> None:
     """Raise `OptionError` if a copy has or uses a variable of the model in training, as a `Lambda` may do.
 
     `owners`: each layer of the model and its variable, by the `id` of the variable's handle.
     """
-    captured = [handle for handle, _ in _graph_of(call, training=True).get_concrete_function().graph.captures]
+    captured = [handle for handle, _ in _graph_of(call, size, training=True).get_concrete_function().graph.captures]
     for handle in [*captured, *(variable.value.handle for variable in call.variables)]:
         if id(handle) in owners:
             owner, variable = owners[id(handle)]
@@ -91,9 +111,9 @@ def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]]
             )
 
 
-def seconds_of(call: LayerCall) -> float:
+def seconds_of(call: LayerCall, size: int) -> float:
     """Return the time of a call in a graph, on random rows."""
-    run = _graph_of(call)
+    run = _graph_of(call, size)
 
     def wait() -> None:
         tf.nest.map_structure(lambda leaf: leaf.numpy(), run())  # waits for kernels on accelerators
@@ -102,9 +122,9 @@ def seconds_of(call: LayerCall) -> float:
     return min(repeat(wait, number=1, repeat=_TIMES))
 
 
-def _graph_of(call: LayerCall, **options: Any) -> Any:
+def _graph_of(call: LayerCall, size: int, **options: Any) -> Any:
     """Return a `tf.function` of a call on random rows, with these options of the layer's `call`."""
-    tensors = random_tensors(call.inputs)
+    tensors = random_tensors(call.inputs, unknown_size=size)
 
     @tf.function(autograph=False)
     def run() -> Any:

@@ -42,7 +42,7 @@ def is_of_one_row(function: Any) -> bool:
 
 
 def _is_of_keras(loss: Any) -> bool:
-    return getattr(getattr(loss, "fn", None), "__module__", "").startswith("keras.")
+    return str(getattr(getattr(loss, "fn", None), "__module__", None)).startswith("keras.")
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,11 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     layers = _layers_in(calls)
     owners = _owners_of_variables(layers)
     first_calls = {id(call.layer): call for call in reversed(calls)}
-    sizes = [
-        comparisons.seconds_of(call) if by == "time" else _bytes_of(call) * (first_calls[id(call.layer)] is call)
-        for call in calls
-    ]
-    bounds = cuts(sizes, n)
+    accepted = [comparisons.accepted_size(call) for call in calls]
+    weights: list[float] = [_bytes_of(call) * (first_calls[id(call.layer)] is call) for call in calls]
+    if by == "time":
+        weights = [comparisons.seconds_of(call, size) if size else 0.0 for call, size in zip(calls, accepted)]
+    bounds = cuts(weights, n)
     made = tf.nest.flatten(outputs)
     edges = [tuple(inputs), *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
     _check_have_rows(calls, edges)
@@ -114,14 +114,16 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     cycled = cycle(choose_devices(devices))
     for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), cycled)):
         own, owned = list[Any](), list[Any]()
-        for call in calls[start:stop]:
+        for call, size in zip(calls[start:stop], accepted[start:stop]):
             if id(call.layer) not in copies:
                 of_copy = copied_layer(call, device)
-                comparisons.check_copy(call, of_copy)
+                if size:
+                    comparisons.check_copy(call, of_copy, size)
                 copies[id(call.layer)] = of_copy.layer
                 owned.append(of_copy.layer)
             own.append(replace(call, layer=copies[id(call.layer)]))
-            comparisons.check_uses_own_variables(own[-1], owners)
+            if size:
+                comparisons.check_uses_own_variables(own[-1], owners, size)
         run = runner_of(own, given, taken)
         advice = "compute values of several rows outside of the pipeline"
         check_rows = comparisons.check_rows_are_independent

@@ -44,6 +44,14 @@ _OF_SOME_ROWS = (
 )
 """Advice for errors of ops, such as those of tensors whose shapes do not match."""
 
+_OUT_OF_SCOPE = "is out of scope and cannot be used here"
+"""A part of TensorFlow's message for a tensor that is used outside of its graph."""
+
+_KEPT_TENSOR = (
+    "If a layer keeps a tensor of its call, for instance as an attribute, other calls and the step cannot read it, because the "
+    "layer runs on each device: let it return the tensor, or add it by add_loss"
+)
+
 _ADVICE = (
     "A smaller batch_size needs less memory on each device. accumulate= and recompute= of devicemap.parallelize need less for "
     "the same step, devicemap.spread_variables() distributes the optimizer's slots, and a devicemap.Pipeline the layers"
@@ -221,6 +229,10 @@ class ParallelModel:
                     raise
                 message = f"{self._model.name} ran out of memory: {brief(error)}. {_ADVICE}"
                 raise function_error(message, error) from error
+            except ValueError as error:
+                if _OUT_OF_SCOPE in str(error):
+                    add_note(error, _KEPT_TENSOR)
+                raise
             if step == "train_step":
                 self._sizes[count_of(batch) or 0] += 1
         if not results:

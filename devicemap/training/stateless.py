@@ -72,6 +72,12 @@ class CallArguments:
         """The number of rows, `None` if it is unknown."""
         return next((leaf.shape[0] for leaf in self.rows if leaf.shape[0] is not None), None)
 
+    def with_equal_scalars(self, rows: Sequence[Any]) -> list[Any]:
+        """Return rows in which each scalar is one."""
+        kinds = [leaf for leaf in tf.nest.flatten(self.nest) if leaf is ROWS or leaf is SHARED]
+        tensors = [tf.ones_like(row) if kind is SHARED else row for kind, row in zip(kinds, rows)]
+        return [*tensors, *rows[len(kinds) :]]
+
     def with_rows(self, rows: Sequence[Any]) -> Any:
         """Return the arguments, with other rows."""
         count = len(self.masked)

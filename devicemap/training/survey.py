@@ -18,7 +18,7 @@ from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.data.rows import any_rows
 from devicemap.errors import failure, warn_user
-from devicemap.inspect.independence import dependence_on_rows
+from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallArguments, CallScope
@@ -27,7 +27,8 @@ _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
 
 _COMPARED_ROWS = 2
-"""Rows on which a layer runs in inference mode, to find outputs that depend on other rows."""
+"""Rows on which a layer runs in inference mode, to find outputs that depend on other rows. If it refuses them, as graph layers
+do whose edges have larger indices, it runs on as many rows as it is called with."""
 
 _MORE_ROWS = 83
 """Additional rows of the trace, which show how outputs depend on the number of rows."""
@@ -135,7 +136,8 @@ class Survey:
         if self._mixes_rows:
             warn_user(
                 f"{self._layer.name}: {self._mixes_rows}. Each device sees some of the rows, so the results differ from those "
-                "of one device; compute values of several rows in compute_loss, or in a train_step of the model",
+                "of one device; compute values of several rows in compute_loss, or in a train_step of the model, and make a "
+                "table that rows share an attribute of the layer",
             )
         if self.not_for_xla and jit_compile:
             warn_user(
@@ -198,7 +200,7 @@ def _dependence_on_rows(layer: Any, given: CallArguments, device: str) -> str | 
 
     @tf.function(autograph=False)
     def infer(rows: list[Any]) -> list[Any]:
-        args, kwargs = given.with_rows(rows)
+        args, kwargs = given.with_rows(given.with_equal_scalars(rows))
         kwargs |= {"training": False} if "training" in kwargs else {}
         with in_inference(), scope:
             outputs = layer.call(*args, **kwargs)
@@ -215,7 +217,7 @@ def _dependence_on_rows(layer: Any, given: CallArguments, device: str) -> str | 
         # Loops may not end for random numbers.
         if scope.changed or found.acts or found.random_ops or found.python_ops or found.loops:
             return None
-        return dependence_on_rows(concrete, given.rows, _COMPARED_ROWS)
+        return dependence_on_rows(concrete, given.rows, _COMPARED_ROWS, given.count or UNKNOWN_SIZE)
 
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:

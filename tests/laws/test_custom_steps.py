@@ -213,6 +213,21 @@ def test_objects_that_hold_tensors_are_refused(eager: bool, devices: list[str]) 
         devicemap.parallelize(model, devices).fit(**STEPS | data)
 
 
+class Keeping(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.kept = tf.reduce_mean(x)
+        return x
+
+
+def test_a_tensor_that_a_layer_keeps_for_the_step_is_explained(devices: list[str]) -> None:
+    model, data = made("distillation")
+    model.keeping = Keeping()
+    model.train_step = lambda batch: {"cost": tf.reduce_sum(model.keeping(batch[0])) + model.keeping.kept}
+    with pytest.raises(ValueError, match="out of scope") as raised:
+        devicemap.parallelize(model, devices).fit(**STEPS | data)
+    assert "let it return the tensor" in raised.value.__notes__[-1]
+
+
 class Applies(layers.Layer):
     """Applies a function of itself and its input."""
 

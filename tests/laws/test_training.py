@@ -120,6 +120,8 @@ class Contracting(layers.Layer):
         (lambda: [Contracting()], True),
         (lambda: [layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))], True),
         (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], True),
+        (lambda: [layers.Lambda(tf.cumsum)], True),  # of earlier rows
+        (lambda: [layers.Lambda(lambda x: x + tf.gather(x, [3]))], True),  # fails for few rows
         (lambda: [layers.BatchNormalization(), layers.LSTM(3)], False),
         (lambda: [layers.Dropout(0.5), layers.Dense(3)], False),
     ],
@@ -744,6 +746,7 @@ def test_unbuilt_models_that_need_all_rows_are_refused_with_a_reason(devices: li
         devicemap.parallelize(model, devices).fit(X, Y, batch_size=34, verbose=0)
 
 
+@pytest.mark.filterwarnings("ignore:.* if other rows change. Each device sees some of the rows:RuntimeWarning")
 def test_errors_of_layers_that_combine_rows_say_what_devices_see(devices: list[str]) -> None:
     edges, values = keras.Input([None]), keras.Input([6])
     model = keras.Model([edges, values], layers.Lambda(lambda pair: tf.matmul(*pair))([edges, values]))
