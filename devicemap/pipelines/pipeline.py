@@ -97,8 +97,9 @@ class Pipeline:
         self._prepare(None if loss is None else Losses.of(loss, names=self._output_names))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
         if norms and microbatches * replicas > 1 and not self._options.local:
+            others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
             warn_user(
-                f"{', '.join(norms)}: batch normalization in training needs the whole batch, so that the stages work one after "
+                f"{norms[0]}{others}: batch normalization in training needs the whole batch, so that the stages work one after "
                 "another; batch_norm='local' lets it see one microbatch at a time",
             )
 
