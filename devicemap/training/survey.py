@@ -27,8 +27,11 @@ _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
 
 _COMPARED_ROWS = 2
-"""Rows on which a layer runs in inference mode, to find outputs that depend on other rows. If it refuses them, as graph layers
-do whose edges have larger indices, it runs on as many rows as it is called with."""
+"""Rows on which a layer runs in inference mode, to find outputs that depend on other rows. A layer that refuses them, or adds
+rows by index, runs on as many rows as it is called with. The edges of a graph may have larger indices, which GPUs ignore."""
+
+_ADDS_ROWS = "Segment", "Scatter", "SparseTensorDenseMatMul"
+"""Parts of the types of ops that add rows by index."""
 
 _MORE_ROWS = 83
 """Additional rows of the trace, which show how outputs depend on the number of rows."""
@@ -217,7 +220,9 @@ def _dependence_on_rows(layer: Any, given: CallArguments, device: str) -> str | 
         # Loops may not end for random numbers.
         if scope.changed or found.acts or found.random_ops or found.python_ops or found.loops:
             return None
-        return dependence_on_rows(concrete, given.rows, _COMPARED_ROWS, given.count or UNKNOWN_SIZE)
+        adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
+        few = [] if adds_rows else [_COMPARED_ROWS]
+        return dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
 
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:

@@ -114,6 +114,11 @@ class Contracting(layers.Layer):
         return tf.tensordot(x, x + 1, 3) + tf.reduce_sum(x, 1)
 
 
+def added_to_the_fifth(rows: Any) -> Any:
+    index = tf.range(tf.shape(rows)[0])
+    return rows + tf.math.unsorted_segment_sum(rows, tf.where(index > 3, 4, -1), tf.size(index))
+
+
 @pytest.mark.parametrize(
     ("make_layers", "mixes"),
     [
@@ -122,6 +127,7 @@ class Contracting(layers.Layer):
         (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], True),
         (lambda: [layers.Lambda(tf.cumsum)], True),  # of earlier rows
         (lambda: [layers.Lambda(lambda x: x + tf.gather(x, [3]))], True),  # fails for few rows
+        (lambda: [layers.Lambda(added_to_the_fifth)], True),
         (lambda: [layers.BatchNormalization(), layers.LSTM(3)], False),
         (lambda: [layers.Dropout(0.5), layers.Dense(3)], False),
     ],
