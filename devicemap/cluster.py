@@ -81,11 +81,17 @@ def connect(cluster: Mapping[str, Sequence[str]]) -> None:
 
 
 def serve(port: int, cpus: int = 1) -> tf.distribute.Server:
-    """Start a TensorFlow server in this process, to which other processes can `connect`. It has a number of CPU devices.
+    """Start a TensorFlow server in this process, to which other processes can `connect`.
 
-    It listens on all network interfaces. Port 0 chooses a free port, which is in its `target`.
+    Args:
+        port: the port on which the server listens, on all network interfaces. 0 chooses a free port, which is in its `target`.
+        cpus: the number of CPU devices.
+
+    Raises:
+        OptionError: the port is not from 0 to 65535. TensorFlow would use another one.
+        DeviceError: the port is taken.
     """
-    if port not in range(2**16):  # TensorFlow would use another one
+    if port not in range(2**16):
         raise OptionError(f"port={port}; expected an int from 0 to 65535")
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     config = tf.compat.v1.ConfigProto(device_count={"CPU": cpus}, inter_op_parallelism_threads=threads)

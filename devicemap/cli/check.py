@@ -60,7 +60,8 @@ def show_environment() -> dict[str, Any]:
 def check(given: Any, seconds: float) -> dict[str, Any]:
     """Test each guarantee on a small case, and measure speed-ups, on some devices. Print each result at once.
 
-    A measured call takes one device about `seconds`. Returns JSON values; `"ok"` is whether all tests passed.
+    `given`: the devices, as in `parallel_map`. `seconds`: the approximate duration of a measured call on one device. Returns
+    JSON values. `"ok"` is whether every test passed, whatever the speed-ups are.
     """
     check_number("seconds", seconds)
     devices = choose_devices(given)

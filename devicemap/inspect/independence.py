@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tensorflow as tf
@@ -31,10 +32,8 @@ def dependence_on_rows(
     Returns `None` for no difference, and if `run` accepts none of them.
     """
     for count in rows:
-        try:
+        with suppress(Exception):  # of the user's functions
             return _dependence(run, given, count, draws)
-        except Exception:  # of the user's functions
-            continue
     return None
 
 
@@ -44,9 +43,8 @@ def _dependence(
     whole, others = ([each[:rows] for each in random_tensors(given, seed=seed).values()] for seed in (0, 1))
     first, again = (tf.nest.flatten(run(whole)) for _ in range(2))
     count = whole[0].shape[0]
-    of_rows = [
-        i for i, each in enumerate(first) if each.shape[:1] == [count]
-    ]  # others are refused when they are joined
+    # Results with other numbers of rows are refused when they are joined.
+    of_rows = [i for i, each in enumerate(first) if each.shape[:1] == [count]]
     halves = [half for half in (slice(0, count // 2), slice(count // 2, count)) if half.start < half.stop]
 
     def found(tensors: list[Any], half: slice, part: slice, tolerance: float) -> str | None:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import replacing
-from devicemap.errors import OptionError, error_text, warn_user
+from devicemap.errors import OptionError, brief, error_text, warn_user
 from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows, difference, random_tensors
 from devicemap.pipelines.layers import LayerCall
 
@@ -30,7 +30,8 @@ def accepted_size(call: LayerCall) -> int | None:
     """Return the number of `_UNKNOWN_SIZES` with which a call accepts random tensors. Warn and return `None` if it has none."""
     for size in _UNKNOWN_SIZES:
         try:
-            _results(call, random_tensors(call.inputs, unknown_size=size), {})
+            for mode in _modes(call.layer):
+                _results(call, random_tensors(call.inputs, unknown_size=size), mode)
             return size
         except Exception as error:  # of the user's layers
             reason = error_text(error)
@@ -44,14 +45,17 @@ def accepted_size(call: LayerCall) -> int | None:
 def check_copy(call: LayerCall, of_copy: LayerCall, size: int) -> None:
     """Raise `OptionError` if a copy has other outputs or losses than its layer, unless those change from call to call."""
     layer = call.layer
-    modes = [{"training": False}, {"training": True}] if isinstance(layer, keras.Layer) else [{}]
-    for largest, mode in product([1.0, 100.0], modes):
+    for largest, mode in product([1.0, 100.0], _modes(layer)):
         tensors = random_tensors(call.inputs, largest, unknown_size=size)
         try:
-            first, again, other = (_results(each, tensors, mode) for each in (call, call, of_copy))
+            first, again = (_results(call, tensors, mode) for _ in range(2))
         except tf.errors.InvalidArgumentError:  # indices out of range
             continue
-        if found := difference("an output", other, first, again, 1e-3):
+        try:
+            found = difference("an output", _results(of_copy, tensors, mode), first, again, 1e-3)
+        except tf.errors.InvalidArgumentError as error:
+            found = brief(error)
+        if found:
             raise OptionError(
                 f"a copy of {layer.name} by get_config and variables of {type(layer).__name__} computes something else: "
                 f"{found}. Let them return all variables and attributes that call() uses"
@@ -139,6 +143,11 @@ def _unchanged(layer: Any) -> Iterator[Any]:
     """Yield a scope in which calls of a layer do not change it. The scope has the `losses` of the calls."""
     with keras.StatelessScope(collect_losses=True) as scope, replacing(layer, _clear_losses=lambda: None):
         yield scope
+
+
+def _modes(layer: Any) -> list[dict[str, bool]]:
+    """Return the options of calls in which a layer is compared."""
+    return [{"training": False}, {"training": True}] if isinstance(layer, keras.Layer) else [{}]
 
 
 def _results(call: LayerCall, tensors: dict[int, Any], mode: Any) -> list[Any]:

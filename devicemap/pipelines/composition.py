@@ -185,7 +185,7 @@ class EagerGraphs:
         """Return which stage has this class of error if they run in turn on the whole batch. TensorFlow does not report it."""
         values, targets = batch.tensors
         traced = trace_in_turn(self._stages, batch.nest, batch.targets)
-        # Whole batches need more memory.
+        # They do not run again if they have side effects, or if memory was short, which whole batches need more of.
         repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
         for stage, each in zip(self._stages, traced) if repeatable else ():
             device = stage.devices[0]

@@ -101,7 +101,7 @@ def without_state(layers: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def recomputing(layers: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which gradients compute the intermediate results of these layers, in `CallScope`s, again."""
+    """Return a context in which gradients run these layers again. The layers are called in `CallScope`s."""
     with ExitStack() as replaced:
         for layer in layers:
             replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))

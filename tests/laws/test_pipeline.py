@@ -351,6 +351,22 @@ class WithSublayer(keras.layers.Layer):
         return super().get_config() | {"inner": self.inner}
 
 
+class Bounded(keras.layers.Layer):
+    """A layer whose copy fails, because its bound is not in get_config."""
+
+    bound = -1e3
+
+    def call(self, rows: Any) -> Any:
+        tf.debugging.assert_less(rows, self.bound)
+        return rows
+
+
+def bounded() -> Any:
+    layer = Bounded()
+    layer.bound = 1e3
+    return layer
+
+
 class Centered(keras.layers.Layer):
     """A layer that mixes rows, in training only."""
 
@@ -420,6 +436,7 @@ class WithArgument(keras.layers.Layer):
         lambda: split(len, 2),
         lambda: split(ending_with(WithArgument(2.0)), 2, by="bytes"),
         lambda: split(ending_with(keras.layers.UnitNormalization(axis=0)), 2, by="bytes"),
+        lambda: split(ending_with(bounded()), 2, by="bytes"),
         lambda: split(ending_with(Centered()), 2, by="bytes"),
         lambda: split(ending_with(keras.layers.Lambda(tf.cumsum)), 2, by="bytes"),
         lambda: split(of_seven_rows(), 2, by="bytes"),
