@@ -499,7 +499,7 @@ def test_what_cannot_be_mapped_inside_a_function() -> None:
             tf.range(3),
             anything,
             DataError,
-            "data is of unknown rank (int32); every leaf needs rows as its first axis",
+            "of shape [rows, ...]. Set its shape with tf.ensure_shape(x, [None, ...])",
         ),
     ):
         mapper = devicemap.DeviceMap(NOT_CALLED, **SEVERAL, **options)
@@ -508,6 +508,20 @@ def test_what_cannot_be_mapped_inside_a_function() -> None:
             with pytest.raises(error, match=re.escape(message)):
                 function(data)
     assert NOT_CALLED.count == 0
+
+
+def test_functions_that_run_eagerly_keep_loops_of_python() -> None:
+    def fn(row: Any) -> Any:
+        for _ in tf.range(3):
+            row = row * 0.5
+        return row
+
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(FunctionError, match=re.escape("call tf.config.run_functions_eagerly(False) before")):
+            devicemap.parallel_map(fn, X, **ONE)
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def test_data_in_several_arguments() -> None:

@@ -95,11 +95,11 @@ class Mean(Sum):
 
     def __init__(self, dtype: Any):
         super().__init__(dtype)
-        self.narrow = tf.int64 if dtype.is_integer else dtype
+        self.narrow = tf.int64 if dtype.is_integer and dtype != tf.uint64 else dtype
 
     def reduced(self, rows: Any) -> Any:
         if self.dtype.is_integer:
-            return tf.reduce_sum(tf.cast(rows, tf.int64), 0)
+            return tf.reduce_sum(self.narrowed(rows), 0)
         total = _add_rows(rows)
         return self.narrowed(tf.math.divide_no_nan(total, tf.cast(count_rows(rows), total.dtype)))
 
@@ -112,8 +112,11 @@ class Mean(Sum):
 
     def finished(self, state: Any, count: Any) -> Any:
         if self.dtype.is_integer:  # tf.reduce_mean of integers truncates
-            return tf.cast(tf.truncatediv(state, tf.maximum(count, 1)), self.dtype)
-        return tf.where(count > 0, tf.cast(state, self.dtype), tf.reduce_mean(tf.zeros([0], self.dtype)))
+            return tf.cast(tf.truncatediv(state, tf.cast(tf.maximum(count, 1), state.dtype)), self.dtype)
+        state = tf.cast(state, self.dtype)
+        if self.dtype.is_complex:
+            return state
+        return state / tf.cast(tf.minimum(count, 1), self.dtype)  # NaN without rows, as in TensorFlow
 
 
 class Min(Sum):

@@ -97,6 +97,12 @@ _NO_SOURCE = (
 )
 """Advice in place of `_IN_PYTHON` if autograph has not converted `fn`."""
 
+_RUN_EAGERLY = (
+    "After tf.config.run_functions_eagerly(True), branches and loops of fn stay Python's: call "
+    "tf.config.run_functions_eagerly(False) before"
+)
+"""Advice in place of `_IN_PYTHON` if autograph is off."""
+
 
 def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> FunctionError:
     """Return the error to raise for an error of tracing `fn` for data of these `[None, ...]` specs."""
@@ -142,7 +148,9 @@ def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exce
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
     advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))]
-    if advice == [_IN_PYTHON] and not _has_source(fn):
+    if advice == [_IN_PYTHON] and tf.config.functions_run_eagerly():
+        advice = [_RUN_EAGERLY]
+    elif advice == [_IN_PYTHON] and not _has_source(fn):
         advice = [_NO_SOURCE]
     rank = _TAKES_BATCHES.search(str(error))
     misses_axis = rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1)

@@ -184,6 +184,8 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         "has inputs that may have different shapes",
     ),
     "Substr": (lambda call: call.shape(1).rank != 0, "has positions that are not scalars"),
+    # TensorFlow formats all rows together.
+    "StringFormat": (lambda call: True, "prints a tensor"),
     # For more axes, TensorFlow loops over rows.
     "Diag": (lambda call: call.shape(0).rank != 1, "has more than one axis"),
     "DiagPart": (lambda call: call.shape(0).rank != 2, "has more than two axes"),

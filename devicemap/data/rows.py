@@ -301,10 +301,11 @@ def _hint_for_arrays(entries: Sequence[Any]) -> str:
 def _count(leaf: Any, path: str) -> int | None:
     """Return the number of rows, which is always known in eager code."""
     if not leaf.shape.rank:
-        what = "of unknown rank" if leaf.shape.rank is None else "a scalar"
+        what, advice = "a scalar", "Close over values that are the same for every row instead of passing them as data"
+        if leaf.shape.rank is None:
+            what, advice = "of unknown rank", "Set its shape with tf.ensure_shape(x, [None, ...])"
         raise DataError(
-            f"{path} is {what} ({leaf.dtype.name}); every leaf needs rows as its first axis, of shape [rows, ...]. "
-            "Close over values that are the same for every row instead of passing them as data"
+            f"{path} is {what} ({leaf.dtype.name}); every leaf needs rows as its first axis, of shape [rows, ...]. {advice}"
         )
     if leaf.shape[0] is not None:
         return int(leaf.shape[0])

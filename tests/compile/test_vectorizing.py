@@ -249,6 +249,13 @@ def test_the_choice_can_be_made_by_hand() -> None:
             np.testing.assert_allclose(mapper(VECTORS), tf.sin(VECTORS), rtol=1e-6)
 
 
+def test_texts_of_rows_are_formatted_one_by_one() -> None:
+    """TensorFlow's converter formats all rows together."""
+    words = tf.constant(["a", "b", "c"])
+    mapper = devicemap.DeviceMap(lambda word: tf.strings.format("<{}>", word), devices=TWO, vectorize=True)
+    assert mapper(words).numpy().tolist() == [b'<"a">', b'<"b">', b'<"c">']
+
+
 def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `tf.function` inside of `fn`, in a TensorFlow that does not show what such hold."""
     monkeypatch.setattr(devicemap.compile.vectorize, "shows_functions", lambda graph: False)

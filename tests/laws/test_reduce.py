@@ -55,6 +55,7 @@ SPECIAL = {
     "uint8": [255, 255, 3, 250, 0],
     "int8": [127, 127, -128, 3, 100],
     "int64": [2**63 - 1, 5, -(2**63), 2**62, 9],
+    "uint64": [2**63, 5, 2**62, 2**62 - 9, 1],
 }
 NUMBERS = {f"{rows} of {dtype}": _numbers(dtype, rows) for dtype in DTYPES for rows in (0, 1, 2, ROWS)}
 NUMBERS |= {f"limits of {dtype}": tf.constant(values, dtype) for dtype, values in SPECIAL.items()}
@@ -80,6 +81,17 @@ def test_numbers_of_every_dtype(op: str, name: str, devices: list[str]) -> None:
         else:
             epsilon = {"float16": 2e-3, "bfloat16": 2e-2}.get(data.dtype.name, 1e-6)
             np.testing.assert_allclose(*(tf.cast(x, tf.float64) for x in (got, wanted)), rtol=epsilon)
+
+
+def test_checks_of_numerics_see_the_numbers_of_the_user_only(devices: list[str]) -> None:
+    tf.debugging.enable_check_numerics()
+    try:
+        for batch_size in (None, 2):
+            for op in OPS:
+                got = parallel_reduce(lambda x: x * 2.0, tf.range(5.0), op, devices=devices, batch_size=batch_size)
+                assert got == OPS[op](tf.range(5.0) * 2.0)
+    finally:
+        tf.debugging.disable_check_numerics()
 
 
 @pytest.mark.in_ci(1)
