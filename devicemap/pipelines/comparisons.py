@@ -25,6 +25,9 @@ _TIMES = 5
 _UNKNOWN_SIZES = UNKNOWN_SIZE, 12
 """Numbers that replace unknown dimensions. The second is for layers that take short sequences, or several rows as one."""
 
+_LARGEST = 0.01, 1.0, 100.0
+"""Largest magnitudes of random numbers: small ones show another epsilon, and large ones another limit."""
+
 
 def accepted_size(call: LayerCall) -> int | None:
     """Return the number of `_UNKNOWN_SIZES` with which a call accepts random tensors. Warn and return `None` if it has none."""
@@ -43,16 +46,16 @@ def accepted_size(call: LayerCall) -> int | None:
 
 
 def check_copy(call: LayerCall, of_copy: LayerCall, size: int) -> None:
-    """Raise `OptionError` if a copy has other outputs or losses than its layer, unless those change from call to call."""
+    """Raise `OptionError` if a copy has other outputs, losses or new values than its layer, unless they change in each call."""
     layer = call.layer
-    for largest, mode in product([1.0, 100.0], _modes(layer)):
+    for largest, mode in product(_LARGEST, _modes(layer)):
         tensors = random_tensors(call.inputs, largest, unknown_size=size)
         try:
             first, again = (_results(call, tensors, mode) for _ in range(2))
         except tf.errors.InvalidArgumentError:  # indices out of range
             continue
         try:
-            found = difference("an output", _results(of_copy, tensors, mode), first, again, 1e-3)
+            found = difference("a result", _results(of_copy, tensors, mode), first, again, 1e-3)
         except tf.errors.InvalidArgumentError as error:
             found = brief(error)
         if found:
@@ -151,5 +154,8 @@ def _modes(layer: Any) -> list[dict[str, bool]]:
 
 
 def _results(call: LayerCall, tensors: dict[int, Any], mode: Any) -> list[Any]:
+    """Return the outputs of a call, the losses that it adds, and the new values of variables."""
     with _unchanged(call.layer) as scope:
-        return [*tf.nest.flatten(call.run(tensors, **mode)), *scope.losses]
+        outputs = tf.nest.flatten(call.run(tensors, **mode))
+        values = map(scope.get_current_value, call.variables)
+        return [*outputs, *scope.losses, *(value for value in values if value is not None)]

@@ -128,6 +128,9 @@ def copied_layer(call: LayerCall, device: str) -> LayerCall:
                 copy.build_from_config(layer.get_build_config())
             for own, other in zip(layers_of(layer), layers_of(copy)):
                 if hasattr(own, "save_assets"):  # for instance a vocabulary
+                    store: dict[str, Any] = {}  # weights of TF-IDF, which are no variables
+                    own.save_own_variables(store)
+                    other.load_own_variables(store)
                     with TemporaryDirectory() as folder:
                         own.save_assets(folder)
                         other.load_assets(folder)

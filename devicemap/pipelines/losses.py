@@ -288,4 +288,5 @@ def differentiate(
 
 
 def _product(scalar: Any, tensor: Any) -> Any:
-    return tf.math.scalar_mul(tf.cast(scalar, tensor.dtype), tensor)
+    scalar = tf.cast(scalar, tensor.dtype) if tf.is_tensor(scalar) else tf.constant(scalar, tensor.dtype)  # not float32
+    return tf.math.scalar_mul(scalar, tensor)

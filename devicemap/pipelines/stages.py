@@ -131,6 +131,7 @@ class Stage:
         inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
         self.models = [model for key, model in found.items() if key not in inner]
         self.layers = [layer for model in self.models for layer in layers_of(model)]
+        check_keeps_no_rows(self.layers, "other microbatches")
         if path := next((v.path for model in self.models for v in model.variables if v.overwrite_with_gradient), None):
             raise OptionError(
                 f"{self._name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
@@ -226,11 +227,18 @@ class Stage:
         by_stored = {id(stored_in(v)): v for v in (*traced.concrete.graph.variables, *self.variables, *of_keras)}
         known = [*self.variables, *traced.concrete.graph.variables]
         self.variables = [by_stored[key] for key in dict.fromkeys(id(stored_in(v)) for v in known)]
-        handles = {id(stored_in(variable).handle) for variable in of_keras if not is_seed(variable)}
-        mixes_rows = any(id(handle) in handles for handle in written_by(traced))
+        by_handle = {id(stored_in(variable).handle): variable for variable in of_keras}
+        written = [by_handle.get(id(handle)) for handle in written_by(traced)]
+        mixes_rows = any(variable is not None and not is_seed(variable) for variable in written)
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         parts = self._options.microbatches * len(self._options.devices)
-        if has_targets and parts > 1 and not traced.audit.acts:
+        # The check would change variables that are not Keras's.
+        if (
+            has_targets
+            and parts > 1
+            and (self._options.local or not mixes_rows)
+            and all(v is not None for v in written)
+        ):
             self._losses.check_rows(nest, given[1])
         return TracedStage(name, given, traced, nest, tuple(losses), mixes_rows)
 
@@ -273,6 +281,16 @@ class Stage:
             )
         results = noted(results, lists=self.is_layer)
         return (results, tuple(vectors)) if vectors else results
+
+
+def check_keeps_no_rows(layers: Sequence[Any], others: str) -> None:
+    """Raise `OptionError` for a layer that keeps a state for each row of a batch. `others`: who would not see it."""
+    for layer in layers:
+        if getattr(layer, "stateful", False):
+            raise OptionError(
+                f"{layer.name} is stateful: it keeps a state for each row of a batch, which {others} would not see; give it "
+                "the state as an input and an output"
+            )
 
 
 def written_by(traced: Traced) -> list[Any]:

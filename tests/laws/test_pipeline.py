@@ -351,6 +351,19 @@ class WithSublayer(keras.layers.Layer):
         return super().get_config() | {"inner": self.inner}
 
 
+def with_default(inner: Any, default: Any) -> Any:
+    """A layer whose sublayer is not in get_config. A copy has the default."""
+
+    class WithDefault(WithSublayer):
+        def __init__(self, inner: Any = default, **options: Any):
+            super().__init__(inner, **options)
+
+        def get_config(self) -> Any:
+            return keras.layers.Layer.get_config(self)
+
+    return WithDefault(inner)
+
+
 class Bounded(keras.layers.Layer):
     """A layer whose copy fails, because its bound is not in get_config."""
 
@@ -415,6 +428,9 @@ class WithArgument(keras.layers.Layer):
         return self.scale * rows
 
 
+normalize, batch_norm = keras.layers.LayerNormalization, keras.layers.BatchNormalization
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -442,9 +458,12 @@ class WithArgument(keras.layers.Layer):
         lambda: split(of_seven_rows(), 2, by="bytes"),
         lambda: split(with_a_mask_for_all(), 3, by="bytes"),
         lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
+        lambda: split(ending_with(with_default(normalize(epsilon=1e-12), normalize(epsilon=1e-5))), 2, by="bytes"),
+        lambda: split(ending_with(with_default(batch_norm(momentum=0.5), batch_norm())), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=True), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=False), 2, by="bytes"),
         lambda: Pipeline([in_float8()]),
+        lambda: Pipeline([keras.layers.LSTM(2, stateful=True)]),
         lambda: split(with_attribute(2.0), 2, by="bytes"),
         lambda: split(with_attribute(tf.Variable(2.0)), 2, by="bytes"),
         lambda: split(with_attribute(2.0, in_training=True), 2, by="bytes"),

@@ -634,6 +634,7 @@ def test_a_loss_that_fails_names_the_cause() -> None:
         (lambda: Pipeline([mapped_before(REGULARIZED)], added_losses="sum")(x), FunctionError),
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
         (lambda: Pipeline([tf.sin], loss=contrastive).value_and_gradients(x, x), OptionError),
+        (lambda: Pipeline([layers.Dropout(0.1)], loss=contrastive).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss=Correlation()).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss=balanced).value_and_gradients(x, np.sign(x)), OptionError),
         (lambda: Pipeline([tf.sin], loss=[None, None]), OptionError),
@@ -655,6 +656,26 @@ def test_a_loss_that_fails_names_the_cause() -> None:
 def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
     with pytest.raises(error):
         bad()
+
+
+def test_a_loss_may_compare_rows_of_one_microbatch() -> None:
+    """The whole batch is one microbatch, because batch normalization needs it."""
+    norm = layers.BatchNormalization()
+    norm.build([None, 4])
+    with pytest.warns(RuntimeWarning, match="batch normalization"):
+        pipe = Pipeline([tf.identity, norm], ["CPU:1", "CPU:2"], 2, loss=contrastive)
+    value = pipe.value_and_gradients(x, x)[0]
+    wanted = tf.reduce_mean(contrastive(x, (x - x.mean(0)) / np.sqrt(x.var(0) + norm.epsilon)))
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+
+
+def test_weights_of_losses_have_the_precision_of_the_loss() -> None:
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype="float64")
+    layer.build([None, 1])
+    model = Pipeline([layer], ["CPU:1"]).as_model()
+    model.compile(keras.optimizers.SGD(1.0), [keras.losses.MeanSquaredError(dtype="float64")], loss_weights=[0.1])
+    model.train_on_batch(np.ones([2, 1]), np.ones([2, 1]))
+    assert abs(layer.kernel.numpy().item() - 0.2) < 1e-12
 
 
 def test_functions_that_run_eagerly_are_refused() -> None:

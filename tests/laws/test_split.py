@@ -150,7 +150,7 @@ def adapted() -> Any:
 
 
 def looked_up() -> Any:
-    lookup = layers.IntegerLookup(output_mode="multi_hot")
+    lookup = layers.IntegerLookup(output_mode="tf_idf")
     lookup.adapt(ids)
     return chain(lookup, dense(), dense(2), dtype="int32")
 
