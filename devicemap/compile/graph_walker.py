@@ -133,6 +133,19 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     return False
 
 
+def is_constant(tensor: Any) -> bool:
+    """Return whether a tensor of a graph is computed from constants only."""
+    looked_at, left = set(), [tensor.op]
+    while left:
+        op = left.pop()
+        if not op.inputs and op.type != "Const":
+            return False
+        if op not in looked_at:
+            looked_at.add(op)
+            left += [each.op for each in op.inputs]
+    return True
+
+
 def node_name(name: str) -> str:
     """Return the name of the node in `node`, `node:1`, `node:output:1` or `^node`."""
     return name.removeprefix("^").partition(":")[0]

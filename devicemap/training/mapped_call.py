@@ -89,7 +89,7 @@ class MappedCall:
 
     def _on_devices(self, rows: Sequence[Any]) -> list[Any]:
         """Run the call. Rows of unknown number are those of `filled`."""
-        on_devices = self._in_lockstep if self._survey.meets else self._apart
+        on_devices = self._in_lockstep if self._survey.in_lockstep else self._apart
         sources = list(self._survey.sources)
         if self._row_losses is not None:
             sources = (
@@ -131,7 +131,7 @@ class MappedCall:
         return list(call_inside(program, as_rows(tuple(rows)), True, None if paths is None else paths.limit))
 
     def _in_lockstep(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
-        """Run the call in shards that exchange statistics."""
+        """Run the call in one function, in shards that may exchange statistics."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
@@ -262,7 +262,7 @@ class MappedCall:
                 if i not in values:
                     tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensor, expand_composites=True)
         states = [*others, count_rows(rows[0])]
-        if self._survey.meets and self._microbatches == 1:  # each device has rows
+        if self._survey.in_lockstep and self._microbatches == 1:  # each device has rows
             return tensors, [tf.expand_dims(state, 0) for state in states]
         return tensors, as_states(states, rows[0])
 
@@ -281,7 +281,7 @@ class MappedCall:
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))  # which functional models do not implement
         for i, states in zip(self._result_spec.updated, updates):
             variable = self._states[i]
-            differ = id(variable) in self._survey.averaged and not self._survey.meets
+            differ = id(variable) in self._survey.averaged and not self._survey.in_lockstep
             variable.assign(_mean(states, shares) if differ else states[0])
         return outputs
 

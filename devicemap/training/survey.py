@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
-from devicemap._tensorflow.gradients import holds_gradients
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, layers_of, moments_by, moving_averages_of, stored_in
+from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
+from devicemap._tensorflow.keras import (
+    batch_norms_of,
+    is_seed,
+    layers_of,
+    moments_by,
+    moving_averages_of,
+    replacing,
+    stored_in,
+)
 from devicemap._tensorflow.keras_calls import in_inference, may_train
 from devicemap.compile.audit import audit, op_types
-from devicemap.compile.graph_walker import CALLS, depends_on
+from devicemap.compile.graph_walker import CALLS, depends_on, is_constant
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.data.rows import any_rows
+from devicemap.data.structure import freeze
 from devicemap.errors import failure, warn_user
 from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows
 from devicemap.training.forward import ForwardPass
@@ -36,8 +46,8 @@ _ADDS_ROWS = "Segment", "Scatter", "SparseTensorDenseMatMul"
 _MORE_ROWS = 83
 """Additional rows of the trace, which show how outputs depend on the number of rows."""
 
-_compared: WeakSet[Any] = WeakSet()
-"""The layers of which outputs for a row were compared beside other rows."""
+_compared: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+"""Layers, and the modes and other arguments with which their outputs for a row were compared beside other rows."""
 
 OTHER_LENGTHS = (
     "If one of several arguments has no rows, add a first axis of length 1, or set the length of its first axis with "
@@ -88,20 +98,23 @@ class Survey:
 
         concrete = self._trace(call, tensors, dense)
         outputs = concrete.structured_outputs[0]
-        self.meets = bool(normalizing)
+        meets = bool(normalizing)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
         """Moving averages of batch normalization, by identity."""
-        _check(concrete, layer.name, meets=self.meets, runs_again=runs_again)
+        _check(concrete, layer.name, meets=meets, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
         known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
         """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
-        self._mixes_rows: str | None = None
-        if len(forward.devices) > 1 and dense and layer not in _compared:
-            _compared.add(layer)
-            self._mixes_rows = _dependence_on_rows(layer, given, forward.home)
+        self._difference: str | None = None
+        """How outputs differ from those of one device."""
+        if len(forward.devices) > 1 and dense:
+            may_compare = _is_comparable(concrete, scope)
+            self._difference = _fixed_seed(concrete, self._rows) or _dependence_on_rows(
+                layer, given, forward.home, may_train() and may_compare
+            )
         self.lookups: dict[int, Lookups] = {}
         """The lookups in trained variables, by identity of the latter."""
         if len(forward.devices) > 1 or runs_again:
@@ -113,8 +126,17 @@ class Survey:
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
+        self.not_for_xla = _reason_against_xla(concrete, dense, meets=meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
+        with_xla = forward.model.jit_compile and self.not_for_xla is None
+        apart = runs_again or with_xla or tf.executing_eagerly() or any(id(v) in self.averaged for v in scope.changed)
+        self.in_lockstep = meets or (
+            not apart
+            and order_of_gradients(concrete, [*tensors, *concrete.captured_inputs]) > 1
+            and _reason_against_lockstep(concrete) is None
+        )
+        """Whether one function runs the shards: if they exchange statistics, and under several tapes or a persistent one. Then
+        TensorFlow differentiates each function several times, and a function in it each time again."""
 
     def _trace(self, function: Any, tensors: Sequence[Any], dense: bool) -> Any:
         """Trace a function of leaves for more rows than these tensors have, if they are dense."""
@@ -136,12 +158,8 @@ class Survey:
 
     def warn(self, jit_compile: bool) -> None:
         """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
-        if self._mixes_rows:
-            warn_user(
-                f"{self._layer.name}: {self._mixes_rows}. Each device sees some of the rows, so the results differ from those "
-                "of one device; compute values of several rows in compute_loss, or in a train_step of the model, and make a "
-                "table that rows share an attribute of the layer",
-            )
+        if self._difference:
+            warn_user(f"{self._layer.name}: {self._difference}")
         if self.not_for_xla and jit_compile:
             warn_user(
                 f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {self.not_for_xla}. "
@@ -177,17 +195,9 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if not (meets or runs_again):
-        return
-    ops = [op for graph in graphs_within(concrete.graph) for op in graph.get_operations()]
-    custom = [op for op in ops if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr]
-    if any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for op in custom for each in op.inputs):
-        raise failure(
-            f"a layer of {name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which "
-            "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
-            "instead, and batch_norm='local'"
-        )
-    calls = [op for op in ops if op.type in CALLS]
+    if (meets or runs_again) and (reason := _reason_against_lockstep(concrete)):
+        raise failure(f"a layer of {name} {reason}")
+    calls = [op for graph in graphs_within(concrete.graph) for op in graph.get_operations() if op.type in CALLS]
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
@@ -195,34 +205,84 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
         )
 
 
-def _dependence_on_rows(layer: Any, given: CallArguments, device: str) -> str | None:
-    """Describe how outputs for a row in inference mode depend on other rows, unless the layer has side effects or loops."""
-    if not all(each.built for each in layers_of(layer)):
+def _reason_against_lockstep(concrete: Any) -> str | None:
+    """Return why variables would lose gradients that go to values that are read before, or `None`."""
+    for op in (op for graph in graphs_within(concrete.graph) for op in graph.get_operations()):
+        custom = op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
+        if custom and any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for each in op.inputs):
+            return (
+                "reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which would lose its gradient "
+                "with synchronized batch normalization, accumulate or recompute; use recompute= instead, and "
+                "batch_norm='local'"
+            )
+    return None
+
+
+def _fixed_seed(concrete: Any, rows: int) -> str | None:
+    """Describe an op that draws numbers for each of this number of rows from a fixed seed."""
+    for op in (op for graph in graphs_within(concrete.graph) for op in graph.get_operations()):
+        sizes = [size for tensor in op.outputs if tensor.shape.rank for size in tensor.shape if size]
+        if not op.type.startswith("Stateless") or all(size % rows for size in sizes):
+            continue
+        seeds = [tensor for tensor, named in zip(op.inputs, op.op_def.input_arg) if named.name in ("seed", "key")]
+        if any(map(is_constant, seeds)):
+            return (
+                "random numbers for rows are drawn from a fixed seed, so each device draws the same; draw them from a "
+                "keras.random.SeedGenerator of the layer"
+            )
+    return None
+
+
+def _dependence_on_rows(layer: Any, given: CallArguments, device: str, training: bool) -> str | None:
+    """Describe how outputs for a row depend on other rows, in training or inference mode, unless they were compared before."""
+    known = _compared.setdefault(layer, set())
+    keys = {(freeze(given.nest, repr), mode) for mode in (training, False)}
+    if known >= keys:
         return None
     scope = CallScope(losses=False)
 
     @tf.function(autograph=False)
-    def infer(rows: list[Any]) -> list[Any]:
+    def run(rows: list[Any]) -> list[Any]:
         args, kwargs = given.with_rows(given.with_equal_scalars(rows))
-        kwargs |= {"training": False} if "training" in kwargs else {}
-        with in_inference(), scope:
+        if not training and "training" in kwargs:
+            kwargs |= {"training": False}
+        with nullcontext() if training else in_inference(), scope:
             outputs = layer.call(*args, **kwargs)
         return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 
-    with tf.init_scope(), tf.device(device):
+    with ExitStack() as scopes:
+        scopes.enter_context(tf.init_scope())
+        scopes.enter_context(tf.device(device))
+        for each in layers_of(layer):
+            if not each.built:
+                scopes.enter_context(replacing(each, build=_refuse_to_build))
         if not tf.executing_eagerly():
             return None
         try:
-            concrete = infer.get_concrete_function([any_rows(leaf) for leaf in given.rows])
+            concrete = run.get_concrete_function([any_rows(leaf) for leaf in given.rows])
         except Exception:  # for instance, it needs a static number of rows
             return None
-        found = audit(concrete)
-        # Loops may not end for random numbers.
-        if scope.changed or found.acts or found.random_ops or found.python_ops or found.loops:
+        if not _is_comparable(concrete, scope):
             return None
+        known |= keys
         adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
         few = [] if adds_rows else [_COMPARED_ROWS]
-        return dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
+        found = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
+    return found and (
+        f"{found}. Each device sees some of the rows, so the results differ from those of one device; compute values of "
+        "several rows in compute_loss, or in a train_step of the model, and make a table that rows share an attribute of the "
+        "layer"
+    )
+
+
+def _is_comparable(concrete: Any, scope: CallScope) -> bool:
+    """Whether a call has no side effects and draws no numbers. Loops may not end for random numbers."""
+    found = audit(concrete)
+    return not (scope.changed or found.acts or found.random_ops or found.python_ops or found.loops)
+
+
+def _refuse_to_build(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a call that is compared builds nothing")
 
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
