@@ -87,6 +87,38 @@ class Adversarial(keras.Model):
         return {"critic_loss": self.critic_loss.result(), "generator_loss": wanted}
 
 
+class Counting(layers.Layer):
+    """Counts its calls."""
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.count.assign_add(1.0)
+        return x
+
+
+class Opposed(keras.Model):
+    """A GAN with two tapes at once, without batch normalization (Goodfellow et al., 2014)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.Sequential([dense(8, 6, inputs=2), AddsLosses(), Counting()])
+        self.critic = keras.Sequential([keras.Input([6]), layers.LayerNormalization(), Counting(), dense(8, 1)])
+        self.optimizers = keras.optimizers.SGD(0.05, momentum=0.5), keras.optimizers.SGD(0.1)
+
+    def train_step(self, data: Any) -> Any:
+        real, noise = data
+        with tf.GradientTape() as outer, tf.GradientTape(persistent=True) as inner:
+            made = self.generator(noise, training=True)
+            judged, judged_real = self.critic(made, training=True), self.critic(real, training=True)
+            wanted = tf.reduce_mean((judged - 1.0) ** 2) + tf.add_n(self.generator.losses)
+            loss = tf.reduce_mean((judged_real - 1.0) ** 2) + tf.reduce_mean(judged**2)
+        descend(self, outer, wanted, self.generator.trainable_variables, self.optimizers[0])
+        descend(self, inner, loss, self.critic.trainable_variables, self.optimizers[1])
+        return {"generator_loss": wanted, "critic_loss": loss}
+
+
 class Smooth(keras.Model):
     """A net whose gradient is kept small. The second gradient goes through batch normalization."""
 
@@ -389,6 +421,7 @@ NOISE = np.cos(13 * Y)
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two forward passes": (TwoPasses, {"x": X, "y": Y}),
     "adversarial": (Adversarial, {"x": X, "y": NOISE}),
+    "opposed": (Opposed, {"x": X, "y": NOISE}),
     "smooth": (Smooth, {"x": X, "y": Y}),
     "variational autoencoder": (Autoencoder, {"x": X, "y": Y}),
     "distillation": (Distilled, {"x": X, "y": Y}),

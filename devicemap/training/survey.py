@@ -236,7 +236,8 @@ def _fixed_seed(concrete: Any, rows: int) -> str | None:
 def _dependence_on_rows(layer: Any, given: CallArguments, device: str, training: bool) -> str | None:
     """Describe how outputs for a row depend on other rows, in training or inference mode, unless they were compared before."""
     known = _compared.setdefault(layer, set())
-    keys = {(freeze(given.nest, repr), mode) for mode in (training, False)}
+    others = {name: value for name, value in given.nest[1].items() if name != "training"}
+    keys = {(freeze((given.nest[0], others), repr), mode) for mode in (training, False)}
     if known >= keys:
         return None
     scope = CallScope(losses=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -56,10 +57,23 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     model, data = made(name, run_eagerly=eager)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        added = {"decorated": ACTIVITY, "inconstant": "mean", "in turn": "mean", "transitions": "mean"}
+        added = {"decorated": ACTIVITY, **dict.fromkeys(("inconstant", "in turn", "opposed", "transitions"), "mean")}
         got = fitted(devicemap.parallelize(model, devices, added_losses=added.get(name)), data)
     assert_close(got, wanted(name))
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
+
+
+def test_several_tapes_multiply_no_functions(devices: list[str]) -> None:
+    """For each gradient of a function, TensorFlow would differentiate the functions that it calls again."""
+
+    def functions() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each).__name__ == "FuncGraph"}
+
+    model, data = made("opposed")
+    before = functions()
+    fitted(devicemap.parallelize(model, devices, added_losses="mean"), data)
+    assert len(functions() - before) < 30
 
 
 def test_evaluated_and_predicted_as_by_one_device(devices: list[str]) -> None:

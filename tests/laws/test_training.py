@@ -119,29 +119,84 @@ def added_to_the_fifth(rows: Any) -> Any:
     return rows + tf.math.unsorted_segment_sum(rows, tf.where(index > 3, 4, -1), tf.size(index))
 
 
+class InTraining(layers.Layer):
+    """Applies a function in training only, beside a layer that no call uses."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function, self.unused = function, layers.Dense(3)
+
+    def build(self, shape: Any) -> None:
+        """Leave `unused` unbuilt."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.function(x) if training else x
+
+
+def centred(x: Any) -> Any:
+    return x - tf.reduce_mean(x, 0)
+
+
+def with_noise(x: Any) -> Any:
+    return x + keras.random.normal(keras.ops.shape(x), seed=1337)
+
+
+def projected(x: Any) -> Any:
+    """Uses numbers from a fixed seed that are the same for all rows."""
+    return x @ tf.random.stateless_normal([x.shape[-1], 3], [1, 2])
+
+
+OTHER_ROWS, FIXED_SEED = "Each device sees some of the rows", "drawn from a fixed seed"
+
+
 @pytest.mark.parametrize(
-    ("make_layers", "mixes"),
+    ("make_layers", "reported"),
     [
-        (lambda: [Contracting()], True),
-        (lambda: [layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))], True),
-        (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], True),
-        (lambda: [layers.Lambda(tf.cumsum)], True),  # of earlier rows
-        (lambda: [layers.Lambda(lambda x: x + tf.gather(x, [3]))], True),  # fails for few rows
-        (lambda: [layers.Lambda(added_to_the_fifth)], True),
-        (lambda: [layers.BatchNormalization(), layers.LSTM(3)], False),
-        (lambda: [layers.Dropout(0.5), layers.Dense(3)], False),
+        (lambda: [Contracting()], [OTHER_ROWS]),
+        (lambda: [layers.Lambda(centred)], [OTHER_ROWS]),
+        (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], [OTHER_ROWS]),
+        (lambda: [layers.Lambda(tf.cumsum)], [OTHER_ROWS]),  # of earlier rows
+        (lambda: [layers.Lambda(lambda x: x + tf.gather(x, [3]))], [OTHER_ROWS]),  # fails for few rows
+        (lambda: [layers.Lambda(added_to_the_fifth)], [OTHER_ROWS]),
+        (lambda: [InTraining(centred)], [OTHER_ROWS]),
+        (lambda: [InTraining(with_noise)], [FIXED_SEED]),
+        (lambda: [layers.Dropout(0.5), InTraining(with_noise), layers.BatchNormalization()], [FIXED_SEED]),
+        (lambda: [InTraining(projected)], []),
+        (lambda: [layers.BatchNormalization(), layers.LSTM(3)], []),
+        (lambda: [layers.Dropout(0.5), layers.Dense(3)], []),
     ],
 )
 def test_outputs_that_depend_on_other_rows_are_reported_once(
-    make_layers: Any, mixes: bool, devices: list[str], recwarn: pytest.WarningsRecorder
+    make_layers: Any, reported: list[str], devices: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = keras.Sequential([layers.Embedding(9, 4), *make_layers()])
-    model.compile("sgd", "mse", jit_compile=False)
+    model.compile("sgd", lambda _, outputs: tf.reduce_mean(outputs**2), jit_compile=False)
     model = devicemap.parallelize(model, devices)
+    rows = np.arange(64).reshape(32, 2) % 9
     for _ in range(2):
-        model.predict(np.arange(64).reshape(32, 2) % 9, verbose=0)
-    warnings = [str(each.message) for each in recwarn if "Each device sees some of the rows" in str(each.message)]
-    assert len(warnings) == mixes
+        model.fit(rows, rows, batch_size=32, verbose=0)
+        model.predict(rows, verbose=0)
+    messages = [str(each.message) for each in recwarn]
+    assert [what for each in messages for what in (OTHER_ROWS, FIXED_SEED) if what in each] == reported
+
+
+def test_each_kind_of_call_is_compared(devices: list[str], recwarn: pytest.WarningsRecorder) -> None:
+    class Encoder(layers.Layer):
+        def call(self, x: Any, centre: bool = False) -> Any:
+            return centred(x) if centre else x + 1.0
+
+    class Encoding(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+
+        def test_step(self, x: Any) -> Any:
+            return {"one": tf.reduce_sum(self.encoder(x)), "other": tf.reduce_sum(self.encoder(x, centre=True))}
+
+    model = Encoding()
+    model.compile(jit_compile=False)
+    devicemap.parallelize(model, devices).evaluate(X, batch_size=len(X), verbose=0)
+    assert sum(OTHER_ROWS in str(each.message) for each in recwarn) == 1
 
 
 def test_steps_repeat_their_weights(devices: list[str]) -> None:
