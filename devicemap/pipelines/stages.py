@@ -232,13 +232,8 @@ class Stage:
         mixes_rows = any(variable is not None and not is_seed(variable) for variable in written)
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         parts = self._options.microbatches * len(self._options.devices)
-        # The check would change variables that are not Keras's.
-        if (
-            has_targets
-            and parts > 1
-            and (self._options.local or not mixes_rows)
-            and all(v is not None for v in written)
-        ):
+        in_parts = parts > 1 and (self._options.local or not mixes_rows)
+        if has_targets and in_parts and all(v is not None for v in written):  # the check would change other variables
             self._losses.check_rows(nest, given[1])
         return TracedStage(name, given, traced, nest, tuple(losses), mixes_rows)
 

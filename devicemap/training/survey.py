@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,10 +111,9 @@ class Survey:
         self._difference: str | None = None
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1 and dense:
-            may_compare = _is_comparable(concrete, scope)
-            self._difference = _fixed_seed(concrete, self._rows) or _dependence_on_rows(
-                layer, given, forward.home, may_train() and may_compare
-            )
+            training = may_train() and _is_comparable(concrete, scope)
+            self._difference = _fixed_seed(concrete, self._rows)
+            self._difference = self._difference or _dependence_on_rows(layer, given, forward.home, training)
         self.lookups: dict[int, Lookups] = {}
         """The lookups in trained variables, by identity of the latter."""
         if len(forward.devices) > 1 or runs_again:
@@ -189,6 +188,10 @@ class Survey:
                 )
 
 
+def _ops_in(concrete: Any) -> Iterator[Any]:
+    return (op for graph in graphs_within(concrete.graph) for op in graph.get_operations())
+
+
 def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
     if audit(concrete).ordered or op_types(concrete) & _ADDS:
         raise failure(
@@ -197,7 +200,7 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
         )
     if (meets or runs_again) and (reason := _reason_against_lockstep(concrete)):
         raise failure(f"a layer of {name} {reason}")
-    calls = [op for graph in graphs_within(concrete.graph) for op in graph.get_operations() if op.type in CALLS]
+    calls = (op for op in _ops_in(concrete) if op.type in CALLS)
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
@@ -207,7 +210,7 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
 
 def _reason_against_lockstep(concrete: Any) -> str | None:
     """Return why variables would lose gradients that go to values that are read before, or `None`."""
-    for op in (op for graph in graphs_within(concrete.graph) for op in graph.get_operations()):
+    for op in _ops_in(concrete):
         custom = op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
         if custom and any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for each in op.inputs):
             return (
@@ -220,12 +223,12 @@ def _reason_against_lockstep(concrete: Any) -> str | None:
 
 def _fixed_seed(concrete: Any, rows: int) -> str | None:
     """Describe an op that draws numbers for each of this number of rows from a fixed seed."""
-    for op in (op for graph in graphs_within(concrete.graph) for op in graph.get_operations()):
-        sizes = [size for tensor in op.outputs if tensor.shape.rank for size in tensor.shape if size]
-        if not op.type.startswith("Stateless") or all(size % rows for size in sizes):
+    for op in _ops_in(concrete):
+        if not op.type.startswith("Stateless"):
             continue
+        sizes = [size for tensor in op.outputs if tensor.shape.rank for size in tensor.shape if size]
         seeds = [tensor for tensor, named in zip(op.inputs, op.op_def.input_arg) if named.name in ("seed", "key")]
-        if any(map(is_constant, seeds)):
+        if any(size % rows == 0 for size in sizes) and any(map(is_constant, seeds)):
             return (
                 "random numbers for rows are drawn from a fixed seed, so each device draws the same; draw them from a "
                 "keras.random.SeedGenerator of the layer"
@@ -263,9 +266,9 @@ def _dependence_on_rows(layer: Any, given: CallArguments, device: str, training:
             concrete = run.get_concrete_function([any_rows(leaf) for leaf in given.rows])
         except Exception:  # for instance, it needs a static number of rows
             return None
+        known |= keys
         if not _is_comparable(concrete, scope):
             return None
-        known |= keys
         adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
         few = [] if adds_rows else [_COMPARED_ROWS]
         found = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
