@@ -202,7 +202,8 @@ def _traced(loop: ShardFunction, specs: list[Any], in_place: Sequence[Any], **fa
     """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
     differentiate_freely(loop.concrete.graph)
     found = audit(loop.concrete, in_place)
-    if found.colocated:  # the names of colocation groups must stay unique
+    by_gradients = found.loops and not tf.config.get_soft_device_placement()  # which otherwise ignores their groups
+    if found.colocated or by_gradients:  # the names of colocation groups must stay unique
         loop = replace(loop, concrete=calling(loop.concrete, specs, experimental_attributes={"_noinline": True}))
         found = audit(loop.concrete, in_place)
     return Traced(**vars(loop), audit=found, **facts)

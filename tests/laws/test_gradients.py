@@ -472,6 +472,19 @@ def test_taped_calls_on_many_rows_before_and_after_calls_in_chunks(devices: list
 
 
 @pytest.mark.private("what a ForwardAccumulator follows, and whether a tape is recording")
+@places
+def test_gradients_of_rows_one_by_one_with_hard_placement(place: Any, devices: list[str]) -> None:
+    def fn(row: Any) -> Any:
+        return tf.reduce_sum(tf.boolean_mask(row, row > 0.5))
+
+    tf.config.set_soft_device_placement(False)
+    try:
+        got = place(gradients_of, devicemap.DeviceMap(fn, devices=devices), X)
+    finally:
+        tf.config.set_soft_device_placement(True)
+    assert_close(got, gradients_of(partial(one_by_one, fn), X))
+
+
 def test_gradients_that_do_not_go_through_are_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
