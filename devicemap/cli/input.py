@@ -165,9 +165,10 @@ def _read_npy(arrays: dict[str, Any], batched: bool, batch_size: int | None) -> 
     shape, dtype = first.shape[1:], tf.as_dtype(first.dtype)
     for name, array in arrays.items():
         if not array.ndim or 0 in array.shape[1:] or (array.shape[1:], tf.as_dtype(array.dtype)) != (shape, dtype):
+            like = "" if array is first else f", and as in {name_of_first} of {first.dtype} {list(shape)}"
             raise DataError(
                 f"{name} has an array of {array.dtype} {list(array.shape)}; expected rows along the first axis, which are "
-                f"not empty, and as in {name_of_first} of {first.dtype} {list(shape)}"
+                f"not empty{like}"
             )
     step = batch_size if batched and batch_size else max(1, _SLICE_BYTES // max(1, first[:1].nbytes))
 

@@ -15,7 +15,7 @@ ROWS_PER_CORE = 16
 """The fewest rows per shard with which a further core gets a shard (`benchmarks/test_call_cost.py`)."""
 
 UNEVEN_ROWS = (
-    "Pad to a fixed shape, or return a tf.RaggedTensor. A fn of one row may also have "
+    "Pad to a fixed shape or, unless results are reduced, return a tf.RaggedTensor. A fn of one row may also have "
     "fn_output_signature=tf.RaggedTensorSpec(...), and a fn of the batches of a dataset needs batched=True"
 )
 """Advice for rows that do not fit into one dense tensor."""

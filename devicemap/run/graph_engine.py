@@ -177,10 +177,9 @@ def _locate(
             raise
 
     outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, AGAIN_SECONDS)
-    for shard in shards:
-        if shard in found:
-            failure, where = found[shard]
-            return program.located_error(failure, [where]), failure
+    if found:  # another shard's failure may have ended the search in this one
+        failure, where = min(found.values(), key=lambda each: (len(each[1]), each[1].start))
+        return program.located_error(failure, [where]), failure
     try:
         for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None and outcome[1] is None)):
             check_inner_shapes(parts)

@@ -295,6 +295,6 @@ class _Failures:
         messages = list(dict.fromkeys(self._lost))
         if self._rows and (rows or not self._succeeded):
             failed = "1 row failed and is" if self._rows == 1 else f"{self._rows} rows failed and are"
-            everything = "" if self._succeeded else "all "
+            everything = "" if self._succeeded or self._rows == 1 else "all "
             messages.append(f"{everything}{failed} left out; the first: {self._first_row[1]}")
         return messages
