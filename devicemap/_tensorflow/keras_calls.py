@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import threading
@@ -80,6 +81,19 @@ def observing() -> Iterator[KerasUse]:
             layer_class.__call__, layer_class.add_loss, variable_class.value = call, add_loss, value
             if context is not None:
                 context.training = training
+
+
+def continuing_calls() -> Callable[[], None]:
+    """Return a function for other threads, in which Keras then continues the calls of layers of this thread."""
+    of_thread = sys.modules["keras.src.backend.common.global_state"].GLOBAL_STATE_TRACKER
+    known = dict(vars(of_thread))
+
+    def enter() -> None:
+        changing = [name for name, value in known.items() if isinstance(value, list) or name == "current_call_ctx"]
+        copies = {name: copy.copy(known[name]) for name in changing}
+        vars(of_thread).update(known | copies)
+
+    return enter
 
 
 def is_training() -> Any:

@@ -22,7 +22,6 @@ from devicemap._tensorflow.functions import keep_alive, with_captures
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, stored_in
-from devicemap._tensorflow.keras_calls import is_training
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
@@ -49,7 +48,6 @@ class MappedCall:
         self, forward: ForwardPass, layer: Any, given: CallArguments, microbatches: int, row_losses: RowLosses | None
     ):
         self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
-        self._in_training = is_training()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
         self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
@@ -136,6 +134,7 @@ class MappedCall:
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
+        self._survey.check_draws(concrete, len(self._forward.devices))
         if tf.executing_eagerly():
             return self._called_eagerly(concrete, [count, *rows], paths)
         begin_backward_on("", concrete)
@@ -228,14 +227,9 @@ class MappedCall:
         """Call the layer on rows, with the values `held` of variables. With `None`, variables are read."""
         layer, given, row_losses = self._layer, self._given, self._row_losses
         args, kwargs = given.with_rows(rows)
-        function = layer.call
-        if held is not None:  # perhaps in another thread, in which Keras does not know the surrounding call
-            function = layer
-            if self._in_training is not None:  # `call` may have no argument `training`, but sublayers may
-                kwargs = {"training": self._in_training} | kwargs
 
         def call() -> Any:
-            outputs = function(*args, **kwargs)
+            outputs = layer.call(*args, **kwargs)
             return outputs if row_losses is None else (outputs, row_losses.of_rows(outputs, rows[len(given.rows) :]))
 
         scope = CallScope(held or (), given.losses, advance=held is None)

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap._tensorflow.keras import (
     batch_norms_of,
     is_seed,
-    layers_of,
     moments_by,
     moving_averages_of,
-    replacing,
     stored_in,
 )
-from devicemap._tensorflow.keras_calls import in_inference, may_train
-from devicemap.compile.audit import audit, op_types
-from devicemap.compile.graph_walker import CALLS, depends_on, is_constant
+from devicemap._tensorflow.keras_calls import may_train
+from devicemap.compile.audit import Audit, audit, op_types
+from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
-from devicemap.data.rows import any_rows
-from devicemap.data.structure import freeze
 from devicemap.errors import failure, warn_user
-from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows
+from devicemap.training.differences import SAME_NUMBERS, dependence_in_call, fixed_seed, is_comparable, ops_in
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallArguments, CallScope
@@ -36,18 +31,9 @@ from devicemap.training.stateless import CallArguments, CallScope
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
 
-_COMPARED_ROWS = 2
-"""Rows on which a layer runs in inference mode, to find outputs that depend on other rows. A layer that refuses them, or adds
-rows by index, runs on as many rows as it is called with. The edges of a graph may have larger indices, which GPUs ignore."""
-
-_ADDS_ROWS = "Segment", "Scatter", "SparseTensorDenseMatMul"
-"""Parts of the types of ops that add rows by index."""
-
 _MORE_ROWS = 83
-"""Additional rows of the trace, which show how outputs depend on the number of rows."""
-
-_compared: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
-"""Layers, and the modes and other arguments with which their outputs for a row were compared beside other rows."""
+"""The least number of additional rows of the trace, which show what depends on the number of rows. The sum is a prime number,
+because other sizes, such as those of tables, are seldom multiples of one."""
 
 OTHER_LENGTHS = (
     "If one of several arguments has no rows, add a first axis of length 1, or set the length of its first axis with "
@@ -73,7 +59,7 @@ class Survey:
         Raises:
             FunctionError: each device would change a variable or a table, or variables would lose their gradients.
         """
-        self._layer, self._rows = layer, _MORE_ROWS + (given.count or 0)
+        self._layer, self._rows = layer, _prime_from(_MORE_ROWS + (given.count or 0))
         self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
         norms, scope, normalizing = batch_norms_of(forward.model), CallScope(), list[Any]()
@@ -102,7 +88,9 @@ class Survey:
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
         """Moving averages of batch normalization, by identity."""
-        _check(concrete, layer.name, meets=meets, runs_again=runs_again)
+        found = audit(concrete)
+        self._fixed_seeds = found.fixed_seeds
+        _check(concrete, found, layer.name, meets=meets, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
         known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
@@ -111,28 +99,28 @@ class Survey:
         self._difference: str | None = None
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1 and dense:
-            training = may_train() and _is_comparable(concrete, scope)
-            self._difference = _fixed_seed(concrete, self._rows)
-            self._difference = self._difference or _dependence_on_rows(layer, given, forward.home, training)
+            training = may_train() and is_comparable(found, scope)
+            self._difference = fixed_seed(concrete, self._rows)
+            self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
         self.lookups: dict[int, Lookups] = {}
         """The lookups in trained variables, by identity of the latter."""
         if len(forward.devices) > 1 or runs_again:
             self.lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
         self._shapes = [spec.shape for spec in outputs] if dense else []
         dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
-        found = sources_of_gradients(concrete) if dense else []
-        self.sources, self.sources_of_losses = found[: len(outputs)], found[len(outputs) :]
+        sources = sources_of_gradients(concrete) if dense else []
+        self.sources, self.sources_of_losses = sources[: len(outputs)], sources[len(outputs) :]
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        self.not_for_xla = _reason_against_xla(concrete, dense, meets=meets, runs_again=runs_again)
+        self.not_for_xla = _reason_against_xla(found, dense, meets=meets, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
         with_xla = forward.model.jit_compile and self.not_for_xla is None
         apart = runs_again or with_xla or tf.executing_eagerly() or any(id(v) in self.averaged for v in scope.changed)
+        followed = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
         self.in_lockstep = meets or (
-            not apart
-            and order_of_gradients(concrete, [*tensors, *concrete.captured_inputs]) > 1
-            and _reason_against_lockstep(concrete) is None
+            not (apart or found.fixed_seeds or _reason_against_lockstep(concrete))
+            and order_of_gradients(concrete, followed) > 1
         )
         """Whether one function runs the shards: if they exchange statistics, and under several tapes or a persistent one. Then
         TensorFlow differentiates each function several times, and a function in it each time again."""
@@ -154,6 +142,11 @@ class Survey:
                 "and an output, or compute values of several rows in compute_loss, or in a train_step of the "
                 f"model{self._advice}"
             ) from error
+
+    def check_draws(self, concrete: Any, devices: int) -> None:
+        """Find out whether shards in one function draw the same numbers."""
+        if self._fixed_seeds and len(audit(concrete).fixed_seeds) < devices * len(self._fixed_seeds):
+            self._difference = SAME_NUMBERS
 
     def warn(self, jit_compile: bool) -> None:
         """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
@@ -188,19 +181,19 @@ class Survey:
                 )
 
 
-def _ops_in(concrete: Any) -> Iterator[Any]:
-    return (op for graph in graphs_within(concrete.graph) for op in graph.get_operations())
+def _prime_from(start: int) -> int:
+    return next(n for n in itertools.count(start) if all(n % k for k in range(2, math.isqrt(n) + 1)))
 
 
-def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
-    if audit(concrete).ordered or op_types(concrete) & _ADDS:
+def _check(concrete: Any, found: Audit, name: str, *, meets: bool, runs_again: bool) -> None:
+    if found.ordered or op_types(concrete) & _ADDS:
         raise failure(
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
     if (meets or runs_again) and (reason := _reason_against_lockstep(concrete)):
         raise failure(f"a layer of {name} {reason}")
-    calls = (op for op in _ops_in(concrete) if op.type in CALLS)
+    calls = (op for op in ops_in(concrete) if op.type in CALLS)
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
@@ -210,7 +203,7 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
 
 def _reason_against_lockstep(concrete: Any) -> str | None:
     """Return why variables would lose gradients that go to values that are read before, or `None`."""
-    for op in _ops_in(concrete):
+    for op in ops_in(concrete):
         custom = op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
         if custom and any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for each in op.inputs):
             return (
@@ -219,74 +212,6 @@ def _reason_against_lockstep(concrete: Any) -> str | None:
                 "batch_norm='local'"
             )
     return None
-
-
-def _fixed_seed(concrete: Any, rows: int) -> str | None:
-    """Describe an op that draws numbers for each of this number of rows from a fixed seed."""
-    for op in _ops_in(concrete):
-        if not op.type.startswith("Stateless"):
-            continue
-        sizes = [size for tensor in op.outputs if tensor.shape.rank for size in tensor.shape if size]
-        seeds = [tensor for tensor, named in zip(op.inputs, op.op_def.input_arg) if named.name in ("seed", "key")]
-        if any(size % rows == 0 for size in sizes) and any(map(is_constant, seeds)):
-            return (
-                "random numbers for rows are drawn from a fixed seed, so each device draws the same; draw them from a "
-                "keras.random.SeedGenerator of the layer"
-            )
-    return None
-
-
-def _dependence_on_rows(layer: Any, given: CallArguments, device: str, training: bool) -> str | None:
-    """Describe how outputs for a row depend on other rows, in training or inference mode, unless they were compared before."""
-    known = _compared.setdefault(layer, set())
-    others = {name: value for name, value in given.nest[1].items() if name != "training"}
-    keys = {(freeze((given.nest[0], others), repr), mode) for mode in (training, False)}
-    if known >= keys:
-        return None
-    scope = CallScope(losses=False)
-
-    @tf.function(autograph=False)
-    def run(rows: list[Any]) -> list[Any]:
-        args, kwargs = given.with_rows(given.with_equal_scalars(rows))
-        if not training and "training" in kwargs:
-            kwargs |= {"training": False}
-        with nullcontext() if training else in_inference(), scope:
-            outputs = layer.call(*args, **kwargs)
-        return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
-
-    with ExitStack() as scopes:
-        scopes.enter_context(tf.init_scope())
-        scopes.enter_context(tf.device(device))
-        for each in layers_of(layer):
-            if not each.built:
-                scopes.enter_context(replacing(each, build=_refuse_to_build))
-        if not tf.executing_eagerly():
-            return None
-        try:
-            concrete = run.get_concrete_function([any_rows(leaf) for leaf in given.rows])
-        except Exception:  # for instance, it needs a static number of rows
-            return None
-        known |= keys
-        if not _is_comparable(concrete, scope):
-            return None
-        adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
-        few = [] if adds_rows else [_COMPARED_ROWS]
-        found = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
-    return found and (
-        f"{found}. Each device sees some of the rows, so the results differ from those of one device; compute values of "
-        "several rows in compute_loss, or in a train_step of the model, and make a table that rows share an attribute of the "
-        "layer"
-    )
-
-
-def _is_comparable(concrete: Any, scope: CallScope) -> bool:
-    """Whether a call has no side effects and draws no numbers. Loops may not end for random numbers."""
-    found = audit(concrete)
-    return not (scope.changed or found.acts or found.random_ops or found.python_ops or found.loops)
-
-
-def _refuse_to_build(*_: Any, **__: Any) -> None:
-    raise RuntimeError("a call that is compared builds nothing")
 
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
@@ -305,12 +230,12 @@ def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict
     return found
 
 
-def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: bool) -> str | None:
+def _reason_against_xla(found: Audit, dense: bool, *, meets: bool, runs_again: bool) -> str | None:
     if meets:
         return "synchronized batch normalization exchanges values between devices"
     if runs_again:
         return "accumulate and recompute call layers again for their gradients"
-    if may_train() and audit(concrete).gradient_needs_variants:
+    if may_train() and found.gradient_needs_variants:
         return "XLA does not compile a loop or branch apart from its gradient"
     if not dense:
         return "XLA has no ragged or sparse tensors"

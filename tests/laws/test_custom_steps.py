@@ -63,6 +63,79 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
 
 
+class Shifted(layers.Layer):
+    """Changes its input before `call`, adds a loss and noise, of which `draw` makes the numbers."""
+
+    def __init__(self, draw: Any = tf.zeros) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        return super().__call__(x + 1.0, **options)
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(tf.reduce_mean(x))
+        return x * self.scale + self.draw(tf.shape(x))
+
+
+class Twice(keras.Model):
+    """A step with several tapes, a layer that is called twice, and arguments of a call that is not mapped."""
+
+    def __init__(self, *inner: layers.Layer, draw: Any = tf.zeros) -> None:
+        super().__init__()
+        self.shifted, self.inner = Shifted(draw), keras.Sequential(inner or [layers.Identity()])
+
+    def call(self, x: Any, others: Any) -> Any:
+        return self.inner(self.shifted(2.0 * self.shifted(x))) + tf.reduce_sum(others)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as one, tf.GradientTape() as other:
+            outputs = self(data[0], others=tf.ones([5, 2]))
+            loss = tf.reduce_mean(outputs) + tf.add_n(self.losses)
+        descend(self, one, loss)
+        return {"cost": loss, "slope": other.gradient(loss, self.shifted.scale.value), "different": distinct(outputs)}
+
+
+def distinct(numbers: Any) -> Any:
+    return tf.size(tf.unique(tf.reshape(numbers, [-1]))[0])
+
+
+@pytest.mark.parametrize("inner", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
+def test_layers_are_called_as_in_the_step(inner: list[Any], devices: list[str]) -> None:
+    """Calls on several devices know which calls surround them."""
+
+    def history(parallel: bool) -> Any:
+        model = Twice(*(make() for make in inner))
+        model.compile("sgd", jit_compile=False)
+        if parallel:
+            devicemap.parallelize(model, devices, added_losses="mean")
+        return model.fit(X, Y, **STEPS).history
+
+    assert_close(history(parallel=True), history(parallel=False))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        keras.random.normal,
+        tf.random.normal,
+        lambda shape: tf.random.normal(shape, seed=7),
+        tf.function(lambda shape: tf.random.normal(shape)),
+    ],
+    ids=["of Keras", "of TensorFlow", "with a seed", "in a tf.function"],
+)
+def test_devices_draw_other_numbers_under_several_tapes(draw: Any, devices: list[str]) -> None:
+    keras.utils.set_random_seed(1)
+    model = Twice(draw=draw)
+    model.compile("sgd", jit_compile=False)
+    devicemap.parallelize(model, devices, added_losses="mean")
+    history = model.fit(np.zeros([12, 1], "f"), np.zeros(12), batch_size=12, verbose=0).history
+    assert history["different"] == [12]
+
+
 def test_several_tapes_multiply_no_functions(devices: list[str]) -> None:
     """For each gradient of a function, TensorFlow would differentiate the functions that it calls again."""
 

@@ -141,6 +141,10 @@ def with_noise(x: Any) -> Any:
     return x + keras.random.normal(keras.ops.shape(x), seed=1337)
 
 
+def with_same_noise(x: Any) -> Any:
+    return x + tf.random.normal(tf.shape(x), seed=7)
+
+
 def projected(x: Any) -> Any:
     """Uses numbers from a fixed seed that are the same for all rows."""
     return x @ tf.random.stateless_normal([x.shape[-1], 3], [1, 2])
@@ -161,6 +165,8 @@ OTHER_ROWS, FIXED_SEED = "Each device sees some of the rows", "drawn from a fixe
         (lambda: [InTraining(centred)], [OTHER_ROWS]),
         (lambda: [InTraining(with_noise)], [FIXED_SEED]),
         (lambda: [layers.Dropout(0.5), InTraining(with_noise), layers.BatchNormalization()], [FIXED_SEED]),
+        (lambda: [layers.BatchNormalization(), InTraining(with_same_noise)], [FIXED_SEED]),
+        (lambda: [InTraining(with_same_noise)], []),  # each device has a trace of its own
         (lambda: [InTraining(projected)], []),
         (lambda: [layers.BatchNormalization(), layers.LSTM(3)], []),
         (lambda: [layers.Dropout(0.5), layers.Dense(3)], []),
@@ -734,7 +740,7 @@ def test_errors_of_layers_show_the_shapes_of_the_batch(devices: list[str]) -> No
     with pytest.raises(ValueError, match=r"received input with shape \(11, 2\)"):
         model.predict_on_batch(X[:11, :2])
     fixed = devicemap.parallelize(sequential(layers.Lambda(lambda x: tf.reshape(x, [11, 6]))), devices)
-    with pytest.raises(FunctionError, match=r"works for the rows of this batch, but not for 94 rows"):
+    with pytest.raises(FunctionError, match=r"works for the rows of this batch, but not for 97 rows"):
         fixed.predict_on_batch(X[:11])
 
 
@@ -803,7 +809,7 @@ def test_what_layers_forbid_is_found_when_the_model_is_built() -> None:
 def test_unbuilt_models_that_need_all_rows_are_refused_with_a_reason(devices: list[str]) -> None:
     model = keras.Sequential([layers.Lambda(lambda x: tf.matmul(tf.eye(34), x)), layers.Dense(2)])
     model.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(FunctionError, match=r"works for the rows of this batch, but not for 117 rows"):
+    with pytest.raises(FunctionError, match=r"works for the rows of this batch, but not for 127 rows"):
         devicemap.parallelize(model, devices).fit(X, Y, batch_size=34, verbose=0)
 
 
@@ -1053,9 +1059,10 @@ class Bags(keras.Model):
         return self.out(tf.reduce_sum(tf.one_hot(words, 9), 1))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("norm", ["synchronized", "local"])
-@pytest.mark.parametrize("kind", ["ragged", "sparse", "generator"])
+@pytest.mark.parametrize("norm", ["synchronized", pytest.param("local", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["ragged", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("sparse", "generator"))]
+)
 def test_data_that_is_no_array(kind: str, norm: Any, devices: list[str]) -> None:
     bags = tf.RaggedTensor.from_row_lengths(tf.range(34 * 2) % 9, [1, 3] * 17)
     sparse = tf.sparse.from_dense(tf.one_hot(tf.range(34) % 9, 9))
