@@ -364,6 +364,7 @@ def test_what_cannot_leave_an_inner_graph_is_refused(
         devicemap.parallelize(model, devices, batch_norm=batch_norm).train_on_batch(X, Y)
 
 
+@pytest.mark.private("asking whether a tf.autodiff.ForwardAccumulator follows a tensor")
 def test_forward_mode_and_states_of_rows_are_refused(devices: list[str]) -> None:
     model, data = made("distillation")
     model.train_step = lambda batch: {"cost": tf.reduce_mean(forward_mode(model, batch[0]))}
