@@ -41,7 +41,9 @@ def wanted(name: str) -> dict[str, Any]:
 
 
 NONE = pytest.mark.private("a gradient of None, and not of zeros, for what unused outputs depend on")
-LIKE_OTHERS = "two forward passes", "adversarial", "smooth", "variational autoencoder", "distillation", "contrastive"
+LIKE_OTHERS = (
+    "two forward passes", "adversarial", "opposed", "smooth", "variational autoencoder", "distillation", "contrastive",
+)  # fmt: skip
 """Another test trains these, or their steps call layers as those of other models do."""
 
 
@@ -143,10 +145,12 @@ def test_several_tapes_multiply_no_functions(devices: list[str]) -> None:
         gc.collect()
         return {id(each) for each in gc.get_objects() if type(each).__name__ == "FuncGraph"}
 
+    on_one = wanted("opposed")
     model, data = made("opposed")
     before = functions()
-    fitted(devicemap.parallelize(model, devices, added_losses="mean"), data)
+    got = fitted(devicemap.parallelize(model, devices, added_losses="mean"), data)
     assert len(functions() - before) < 30
+    assert_close(got, on_one)
 
 
 def test_evaluated_and_predicted_as_by_one_device(devices: list[str]) -> None:
