@@ -83,17 +83,36 @@ def observing() -> Iterator[KerasUse]:
                 context.training = training
 
 
-def continuing_calls() -> Callable[[], None]:
-    """Return a function for other threads, in which Keras then continues the calls of layers of this thread."""
-    of_thread = sys.modules["keras.src.backend.common.global_state"].GLOBAL_STATE_TRACKER
-    known = dict(vars(of_thread))
+class RunningCalls:
+    """The calls of Keras layers that this thread is running. A layer may run several times in them, in any thread.
 
-    def enter() -> None:
-        changing = [name for name, value in known.items() if isinstance(value, list) or name == "current_call_ctx"]
-        copies = {name: copy.copy(known[name]) for name in changing}
-        vars(of_thread).update(known | copies)
+    Keras keeps the training mode and other arguments of the layer called last, for the layers after it.
+    """
 
-    return enter
+    def __init__(self) -> None:
+        self._state = sys.modules["keras.src.backend.common.global_state"].GLOBAL_STATE_TRACKER
+        self._of_caller = vars(self._state)
+        self._call = _global("current_call_ctx")
+        self._begin = self._end = copy.copy(self._call)
+
+    @contextlib.contextmanager
+    def continued(self) -> Iterator[None]:
+        """Return a context in which layers are called after the same calls, and with the same state of Keras."""
+        own = vars(self._state)
+        changing = ["current_call_ctx", *(name for name, value in self._of_caller.items() if isinstance(value, list))]
+        before = {name: own.get(name) for name in changing}
+        own |= self._of_caller | {name: copy.copy(self._of_caller.get(name)) for name in changing}
+        own["current_call_ctx"] = call = copy.copy(self._begin)
+        try:
+            yield
+        finally:
+            own |= before
+            self._end = call
+
+    def end(self) -> None:
+        """Let later layers inherit what they would inherit after a single run."""
+        if self._call is not None:
+            vars(self._call).update(vars(self._end))
 
 
 def is_training() -> Any:

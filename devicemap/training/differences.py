@@ -66,7 +66,7 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
         args, kwargs = given.with_rows(given.with_equal_scalars(rows))
         if not training and "training" in kwargs:
             kwargs |= {"training": False}
-        with nullcontext() if training else in_inference(), scope:
+        with given.calls.continued(), nullcontext() if training else in_inference(), scope:
             outputs = layer.call(*args, **kwargs)
         return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 

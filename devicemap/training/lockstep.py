@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import moments_by
-from devicemap._tensorflow.keras_calls import continuing_calls
 from devicemap.errors import failure
 from devicemap.training.stateless import current_scope
 
@@ -32,7 +32,7 @@ class Lockstep:
         self._graph.switch_to_thread_local()  # threads enter and leave device scopes in any order
         self._scope = self._graph.get_name_scope()
         self._functions = functions
-        self._continue_calls = continuing_calls()
+        self._context = copy_context()
         self._turns = [threading.Semaphore(slot == 0) for slot in range(len(functions))]
         self._current = 0
         self._sent: list[Any] = []
@@ -62,9 +62,8 @@ class Lockstep:
         self._turns[slot].acquire()
         try:
             if self._error is None:
-                self._continue_calls()
                 with self._graph.as_default(), tf.name_scope(f"{self._scope}/" if self._scope else ""):
-                    self._results.append(self._functions[slot]())
+                    self._results.append(self._context.copy().run(self._functions[slot]))
                 self._check_alike()
         except BaseException as error:  # raised again by the caller
             self._error = self._error or error

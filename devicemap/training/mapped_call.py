@@ -76,6 +76,7 @@ class MappedCall:
         with tf.device(self._cutting_device):
             rows = self._rows if known is not None else filled(self._rows, len(forward.devices))
         results = self._on_devices(rows)
+        self._given.calls.end()
         self._survey.warn(forward.model.jit_compile and not tf.executing_eagerly())
         outputs, states = results[: self._result_spec.of_rows], results[self._result_spec.of_rows :]
         if known is not None:
@@ -233,7 +234,8 @@ class MappedCall:
             return outputs if row_losses is None else (outputs, row_losses.of_rows(outputs, rows[len(given.rows) :]))
 
         scope = CallScope(held or (), given.losses, advance=held is None)
-        tensors, others, what = pure(call, scope, self._states, rows)
+        with given.calls.continued():
+            tensors, others, what = pure(call, scope, self._states, rows)
         for i, (_, of_rows, _) in enumerate(what.losses):
             if of_rows and self._forward.added_losses is None:
                 raise failure(

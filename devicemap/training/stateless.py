@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of
+from devicemap._tensorflow.keras_calls import RunningCalls
 from devicemap.compile.graph_walker import depends_on
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
@@ -37,6 +38,9 @@ class CallArguments:
 
     losses: bool = True
     """Whether losses that layers add are collected."""
+
+    calls: RunningCalls = field(default_factory=RunningCalls)
+    """The calls that surround the forward pass."""
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, losses: bool = True) -> CallArguments:

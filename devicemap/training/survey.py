@@ -72,7 +72,7 @@ class Survey:
         @tf.function(autograph=False)
         def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
             args, kwargs = given.with_rows(leaves)
-            with scope, moments_by(norms if synchronized else [], moments):
+            with given.calls.continued(), scope, moments_by(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._rows)

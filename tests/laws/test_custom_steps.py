@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -65,6 +66,9 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
 
 
+SHIFT = ContextVar("SHIFT", default=0.0)
+
+
 class Shifted(layers.Layer):
     """Changes its input before `call`, adds a loss and noise, of which `draw` makes the numbers."""
 
@@ -80,7 +84,7 @@ class Shifted(layers.Layer):
 
     def call(self, x: Any) -> Any:
         self.add_loss(tf.reduce_mean(x))
-        return x * self.scale + self.draw(tf.shape(x))
+        return x * self.scale + self.draw(tf.shape(x)) + SHIFT.get()
 
 
 class Twice(keras.Model):
@@ -94,9 +98,11 @@ class Twice(keras.Model):
         return self.inner(self.shifted(2.0 * self.shifted(x))) + tf.reduce_sum(others)
 
     def train_step(self, data: Any) -> Any:
+        token = SHIFT.set(2.0)
         with tf.GradientTape() as one, tf.GradientTape() as other:
             outputs = self(data[0], others=tf.ones([5, 2]))
             loss = tf.reduce_mean(outputs) + tf.add_n(self.losses)
+        SHIFT.reset(token)
         descend(self, one, loss)
         return {"cost": loss, "slope": other.gradient(loss, self.shifted.scale.value), "different": distinct(outputs)}
 

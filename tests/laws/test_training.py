@@ -186,6 +186,42 @@ def test_outputs_that_depend_on_other_rows_are_reported_once(
     assert [what for each in messages for what in (OTHER_ROWS, FIXED_SEED) if what in each] == reported
 
 
+class Inheriting(keras.Model):
+    """A model whose layers get the training mode from the calls around them, or from the layer before."""
+
+    def __init__(self, first: layers.Layer) -> None:
+        super().__init__()
+        self.first, self.frozen, self.out = first, layers.Dense(6, "tanh"), layers.Dense(2)
+        self.doubled, self.last = (InTraining(lambda x: 2.0 * x) for _ in range(2))
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.last(self.frozen(self.doubled(self.first(x)), training=False)))
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        (layers.Identity, {}),
+        (layers.Identity, {"accumulate": 2}),
+        (layers.Identity, {"recompute": True}),
+        (layers.BatchNormalization, {}),
+        (layers.LayerNormalization, {"recompute": ["last"]}),
+    ],
+)
+def test_layers_inherit_the_training_mode(first: Any, options: dict[str, Any], devices: list[str]) -> None:
+    def trained(parallel: bool) -> Any:
+        keras.utils.set_random_seed(1)
+        model = Inheriting(first())
+        model.last.name = "last"
+        model.compile("sgd", "mse", jit_compile=False)
+        if parallel:
+            devicemap.parallelize(model, devices, **options)
+        history = model.fit(X, Y, **STEPS).history
+        return {"history": history, "weights": model.get_weights(), "predicted": model.predict(X, verbose=0)}
+
+    assert_close(trained(parallel=True), trained(parallel=False), rtol=1e-4)
+
+
 def test_each_kind_of_call_is_compared(devices: list[str], recwarn: pytest.WarningsRecorder) -> None:
     class Encoder(layers.Layer):
         def call(self, x: Any, centre: bool = False) -> Any:
