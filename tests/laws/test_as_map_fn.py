@@ -182,7 +182,14 @@ def _until_small(row: Any) -> Any:
 
 
 @pytest.mark.private("knowing that XLA compiles")
-@pytest.mark.parametrize("fn", [_by_sign, _in_a_loop, _until_small], ids=["branch", "loop", "loop that rows leave"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(_by_sign, id="branch", marks=pytest.mark.nightly),
+        pytest.param(_in_a_loop, id="loop"),
+        pytest.param(_until_small, id="loop that rows leave", marks=pytest.mark.nightly),  # takes 30 s
+    ],
+)
 def test_what_xla_compiles_after_gradients(devices: list[str], fn: Any) -> None:
     """TensorFlow changes loops and branches for their gradients, so that XLA refuses them, or ends the process."""
     if devices[0].startswith("GPU"):
