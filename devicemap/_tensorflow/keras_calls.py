@@ -84,9 +84,9 @@ def observing() -> Iterator[KerasUse]:
 
 
 class RunningCalls:
-    """The calls of Keras layers that this thread is running. A layer may run several times in them, in any thread.
+    """The calls of Keras layers in which this thread is. Within them, a layer may run several times, in any thread.
 
-    Keras keeps the training mode and other arguments of the layer called last, for the layers after it.
+    Each run begins with the same training mode. Keras itself keeps that of the layer called last, for the layers after it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class RunningCalls:
 
     @contextlib.contextmanager
     def continued(self) -> Iterator[None]:
-        """Return a context in which layers are called after the same calls, and with the same state of Keras."""
+        """Return a context for a run, in which Keras has the state of the thread that made this object."""
         own = vars(self._state)
         changing = ["current_call_ctx", *(name for name, value in self._of_caller.items() if isinstance(value, list))]
         before = {name: own.get(name) for name in changing}

@@ -25,8 +25,8 @@ SAME_NUMBERS = (
 )
 
 _COMPARED_ROWS = 2
-"""Rows on which a layer runs, to find outputs that depend on other rows. A layer that refuses them, or adds
-rows by index, runs on as many rows as it is called with. The edges of a graph may have larger indices, which GPUs ignore."""
+"""Rows on which a layer runs, to find outputs that depend on other rows. A layer that refuses them, or adds rows by index, runs
+on as many rows as it is called with. The edges of a graph may have larger indices, which GPUs ignore."""
 
 _ADDS_ROWS = "Segment", "Scatter", "SparseTensorDenseMatMul"
 """Parts of the types of ops that add rows by index."""

@@ -135,7 +135,7 @@ class MappedCall:
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
-        self._survey.check_draws(concrete, len(self._forward.devices))
+        self._survey.check_draws(concrete, len(self._forward.devices[: self._given.count]))
         if tf.executing_eagerly():
             return self._called_eagerly(concrete, [count, *rows], paths)
         begin_backward_on("", concrete)

@@ -11,13 +11,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
-from devicemap._tensorflow.keras import (
-    batch_norms_of,
-    is_seed,
-    moments_by,
-    moving_averages_of,
-    stored_in,
-)
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, moving_averages_of, stored_in
 from devicemap._tensorflow.keras_calls import may_train
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
@@ -143,9 +137,9 @@ class Survey:
                 f"model{self._advice}"
             ) from error
 
-    def check_draws(self, concrete: Any, devices: int) -> None:
-        """Find out whether shards in one function draw the same numbers."""
-        if self._fixed_seeds and len(audit(concrete).fixed_seeds) < devices * len(self._fixed_seeds):
+    def check_draws(self, concrete: Any, shards: int) -> None:
+        """Find out whether this number of shards in one function draw the same numbers."""
+        if self._fixed_seeds and len(audit(concrete).fixed_seeds) < shards * len(self._fixed_seeds):
             self._difference = SAME_NUMBERS
 
     def warn(self, jit_compile: bool) -> None:

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import re
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -184,6 +185,18 @@ def test_outputs_that_depend_on_other_rows_are_reported_once(
         model.predict(rows, verbose=0)
     messages = [str(each.message) for each in recwarn]
     assert [what for each in messages for what in (OTHER_ROWS, FIXED_SEED) if what in each] == reported
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_noise_of_a_program_with_a_seed_is_not_reported(rows: int, devices: list[str]) -> None:
+    """Each op of a shard gets another seed, also if there are fewer shards than devices."""
+    keras.utils.set_random_seed(1)
+    noise = InTraining(lambda x: x + tf.random.normal(tf.shape(x)))
+    model = sequential(layers.BatchNormalization(), noise, layers.Dense(2))
+    model.compile("sgd", "mse", jit_compile=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        devicemap.parallelize(model, devices).train_on_batch(X[:rows], Y[:rows])
 
 
 class Inheriting(keras.Model):
