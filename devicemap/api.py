@@ -24,7 +24,7 @@ from devicemap.data.structure import as_nodes, as_objects, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.planner import data_spec, explain_call
+from devicemap.inspect.planner import explain_call
 from devicemap.inspect.recorder import Observers
 from devicemap.inspect.report import Report
 from devicemap.inspect.verify import Verification, verify
@@ -371,7 +371,7 @@ class DeviceMap:
             (5, 'chunks', True)
         """
         program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
-        return explain_call(program, data_spec(data_or_spec, program.options))
+        return explain_call(program, data_or_spec)
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"

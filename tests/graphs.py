@@ -11,13 +11,13 @@ from typing import Any
 from tensorflow.python.eager import context  # no public way to see the partitioned graphs of an eager call
 
 from devicemap.compile.trace import Traced
-from devicemap.inspect.planner import data_spec
+from devicemap.inspect.planner import specs_and_count
 
 
 def traced(mapper: Any, data_or_spec: Any) -> Traced:
     """What the function of a map is traced to, vectorised or not; a plan contains this too, but takes longer."""
     program = mapper._program
-    return program.compiled_for(data_spec(data_or_spec, program.options)).traced
+    return program.compiled_for(specs_and_count(data_or_spec, program.options)[0]).traced
 
 
 @dataclass(frozen=True)

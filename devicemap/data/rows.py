@@ -23,6 +23,8 @@ from devicemap.errors import DataError
 HOST = "/device:CPU:0"
 """The device on which data is converted and cut. By default, the placer would copy all data to the first GPU."""
 
+_SPECS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -48,11 +50,12 @@ class Rows:
         return tf.nest.map_structure(spec_of, self.structure)
 
 
-def as_rows(data: Any) -> Rows:
+def as_rows(data: Any, or_specs: bool = False) -> Rows:
     """Convert `data` to rows.
 
     Args:
         data: a nest of tensors, NumPy arrays, lists, `RaggedTensor`s and `SparseTensor`s.
+        or_specs: whether leaves may also be the specs of tensors.
 
     Raises:
         DataError: for a leaf that is not a tensor or has no row axis, and for an empty nest. Also for leaves with different
@@ -63,7 +66,7 @@ def as_rows(data: Any) -> Rows:
     counts: dict[str, int | None] = {}
 
     def converted(value: Any, path: str) -> Any:
-        leaf = _convert(value, path)
+        leaf = value if or_specs and isinstance(value, _SPECS) else _convert(value, path)
         counts[path] = _count(leaf, path)
         return leaf
 
@@ -101,20 +104,16 @@ def _key(leaf: Any) -> Any:
     """Return the key of a leaf or its spec. Specs of dense tensors would take longer to make and to compare."""
     if isinstance(leaf, tf.Tensor | tf.TensorSpec):
         return leaf.dtype, leaf.shape[1:]
-    return leaf if isinstance(leaf, tf.TypeSpec) else spec_of(leaf)
+    return spec_of(leaf)
 
 
 def spec_of(leaf: Any) -> Any:
-    """Return the `tf.TypeSpec` of a leaf, for any number of rows.
+    """Return the spec of a leaf or of a spec for any number of rows, without a name.
 
     >>> spec_of(tf.zeros([4, 3])).shape.as_list()
     [None, 3]
     """
-    return any_rows(leaf if isinstance(leaf, tf.Tensor) else tf.type_spec_from_value(leaf))
-
-
-def any_rows(spec: Any) -> Any:
-    """Return a spec, or that of a dense tensor, for any number of rows and without a name."""
+    spec = tf.type_spec_from_value(leaf) if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) else leaf
     shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
@@ -299,7 +298,7 @@ def _hint_for_arrays(entries: Sequence[Any]) -> str:
 
 
 def _count(leaf: Any, path: str) -> int | None:
-    """Return the number of rows, which is always known in eager code."""
+    """Return the number of rows, which tensors in eager code know."""
     if not leaf.shape.rank:
         what, advice = "a scalar", "Close over values that are the same for every row instead of passing them as data"
         if leaf.shape.rank is None:
@@ -309,4 +308,4 @@ def _count(leaf: Any, path: str) -> int | None:
         )
     if leaf.shape[0] is not None:
         return int(leaf.shape[0])
-    return int(count_rows(leaf)) if tf.executing_eagerly() else None
+    return int(count_rows(leaf)) if tf.executing_eagerly() and not isinstance(leaf, _SPECS) else None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap.data.rows import HOST, Rows, any_rows, as_rows, first_rows, take_rows
+from devicemap.data.rows import HOST, Rows, as_rows, first_rows, spec_of, take_rows
 from devicemap.data.shards import join
 from devicemap.data.structure import as_nodes, nodes_of
 from devicemap.errors import DataError, FunctionError
@@ -257,7 +257,7 @@ def from_dataset(dataset: Any, options: Options) -> DatasetSource:
         rows = cardinality if cardinality >= 0 else None
         dataset, joins = _batches_of_samples(dataset, size)
         use, size = (BatchUse.JOINED, size) if joins else (BatchUse.CUT, 1)
-    of_chunk = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
+    of_chunk = tf.nest.map_structure(spec_of, as_nodes(dataset.element_spec))
     return DatasetSource(dataset, of_chunk, rows, size, use)
 
 

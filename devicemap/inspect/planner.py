@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -14,9 +13,8 @@ from devicemap.compile.audit import Treatment, variable_of, writing_line
 from devicemap.compile.program import Program
 from devicemap.compile.replicas import home_of
 from devicemap.compile.trace import Traced
-from devicemap.data.rows import any_rows, as_rows
-from devicemap.data.sources import from_dataset
-from devicemap.data.structure import map_nest
+from devicemap.data.rows import Rows, as_rows
+from devicemap.data.sources import DatasetSource, from_dataset
 from devicemap.errors import DataError
 from devicemap.events import Shard
 from devicemap.inspect.plan import CapturedValue, DevicePlan, Handling, Plan
@@ -36,22 +34,8 @@ _HANDLINGS: dict[Treatment | None, Handling] = {
 }
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """Specs of data."""
-
-    specs: Any
-    """Nest of `tf.TypeSpec`s of shapes `[None, ...]`."""
-
-    rows: int | None
-    """Number of rows, `None` if unknown."""
-
-    chunks: bool
-    """Whether a call uses chunks."""
-
-
-def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
-    """Return the specs of data, or of a nest of specs. Nothing is read from a dataset."""
+def specs_and_count(data_or_spec: Any, options: Options) -> tuple[Rows | DatasetSource, int | None]:
+    """Return data, a dataset or specs as a value with specs, and the number of rows, `None` if unknown. Nothing is read."""
     if not tf.executing_eagerly():
         raise DataError(
             "a plan cannot be made inside a tf.function; call explain outside of it, with data or with specs"
@@ -59,36 +43,34 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
     if isinstance(data_or_spec, tf.data.Dataset):
         source = from_dataset(data_or_spec, options)
         source.close()
-        return DataSpec(source.specs, source.rows, chunks=True)
-    leaves: list[tuple[str, Any]] = []
-    map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
-    if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
-        rows = as_rows(data_or_spec)
-        return DataSpec(rows.specs, rows.count, options.needs_chunks)
-    count = _row_count(leaves)
-    return DataSpec(map_nest(lambda leaf, _: any_rows(leaf), data_or_spec), count, options.needs_chunks)
+        return source, source.rows
+    rows = as_rows(data_or_spec, or_specs=True)
+    return rows, rows.count
 
 
-def explain_call(program: Program, data: DataSpec) -> Plan:
-    """Return the plan of a call on data of these specs. It traces the function if no call did so before."""
-    compiled, options = program.compiled_for(data), program.options
+def explain_call(program: Program, data_or_spec: Any) -> Plan:
+    """Return the plan of a call. It traces the function if no call did so before."""
+    options = program.options
+    data, count = specs_and_count(data_or_spec, options)
+    chunks = options.needs_chunks or not isinstance(data, Rows)
+    compiled = program.compiled_for(data)
     traced = compiled.traced
     unknown = [Shard(slot, 0, 0) for slot in compiled.slots]  # a shard for each slot
-    shards = () if data.chunks else unknown if data.rows is None else compiled.shards(data.rows)[0]
-    used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
+    shards = () if chunks else unknown if count is None else compiled.shards(count)[0]
+    used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     flights, gpus = in_flight(compiled, options.prefetch), program.gpus
 
     def plan_of(device: str) -> DevicePlan:
         own = [len(shard) for shard in shards if shard.device == device]
-        if data.chunks:
+        if chunks:
             return DevicePlan(device, None, None, flights.get(device, 0), gpus.get(device))
-        return DevicePlan(device, None if data.rows is None else sum(own), len(own), None, gpus.get(device))
+        return DevicePlan(device, None if count is None else sum(own), len(own), None, gpus.get(device))
 
     return Plan(
         name=program.name,
-        engine="chunks" if data.chunks else "one graph",
-        rows=data.rows,
-        batch_size=options.batch_size if data.chunks else None,
+        engine="chunks" if chunks else "one graph",
+        rows=count,
+        batch_size=options.batch_size if chunks else None,
         devices=tuple(map(plan_of, program.devices)),
         batched=options.batched,
         vectorized=traced.vectorized,
@@ -108,25 +90,6 @@ def _bytes_per_row(specs: Iterable[Any]) -> int | None:
     """Return the bytes of one row of all leaves; `None` if their shapes do not determine them."""
     sizes = [_size_of(spec.shape, spec.dtype) if isinstance(spec, tf.TensorSpec) else None for spec in specs]
     return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:
-    """Check specs, and return their number of rows; `None` if no spec contains it."""
-    for path, leaf in leaves:
-        if not isinstance(leaf, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
-            raise DataError(
-                f"{path} is a {type(leaf).__name__}; expected tf.TensorSpec, tf.RaggedTensorSpec or tf.SparseTensorSpec in "
-                "every leaf, or data in every leaf, or a tf.data.Dataset"
-            )
-        if not leaf.shape.rank:
-            raise DataError(
-                f"{path} is {leaf}; every leaf needs rows as its first axis, of shape [rows, ...] or [None, ...]"
-            )
-    counts = {path: leaf.shape[0] for path, leaf in leaves if leaf.shape[0] is not None}
-    if len(set(counts.values())) > 1:
-        lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
-        raise DataError(f"the leaves have different numbers of rows: {lengths}. They must share their first axis")
-    return next(iter(counts.values()), None)
 
 
 def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[CapturedValue, ...]:

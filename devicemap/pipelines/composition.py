@@ -26,7 +26,6 @@ from devicemap.errors import OptionError, error_text, function_error
 from devicemap.events import short_name
 from devicemap.hosts import settle
 from devicemap.inspect.pipelines import PipelinePlan, StagePlan
-from devicemap.inspect.planner import DataSpec
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import PipelineOptions, Step
 from devicemap.pipelines.stages import Stage, TracedStage, noted, state_of, trace_in_turn, written_by
@@ -213,16 +212,18 @@ class EagerGraphs:
         return tf.function(run, autograph=False, input_signature=signature), facts
 
 
-def plan_of(stages: Sequence[Stage], spec: DataSpec, options: PipelineOptions, has_loss: bool) -> PipelinePlan:
+def plan_of(
+    stages: Sequence[Stage], specs: Any, rows: int | None, options: PipelineOptions, has_loss: bool
+) -> PipelinePlan:
     """Return the plan of a call for rows of these specs, in training mode if there is a loss."""
-    trace = partial(trace_in_turn, stages, spec.specs)
+    trace = partial(trace_in_turn, stages, specs)
     traced_stages = in_training(trace) if has_loss else trace()
     traces = [stage.traced for stage in traced_stages]
     microbatches = options.microbatches
     if _needs_whole_batch(traced_stages, options):
         microbatches = 1
-    elif spec.rows is not None:
-        microbatches = max(1, min(microbatches, -(-spec.rows // len(options.devices))))
+    elif rows is not None:
+        microbatches = max(1, min(microbatches, -(-rows // len(options.devices))))
     forward_first = _run_in_turn(traces)
     orders = options.orders(forward_first, [range(microbatches)])
     plans = []
@@ -232,7 +233,7 @@ def plan_of(stages: Sequence[Stage], spec: DataSpec, options: PipelineOptions, h
         steps = [step for step in orders[k % len(orders)] if step.stage == k]
         own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
         plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
-    return PipelinePlan(spec.rows, microbatches, options.schedule, tuple(plans), has_loss, forward_first)
+    return PipelinePlan(rows, microbatches, options.schedule, tuple(plans), has_loss, forward_first)
 
 
 def _needs_whole_batch(stages: Sequence[TracedStage], options: PipelineOptions) -> bool:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras_calls import build_optimizer
-from devicemap.data.rows import any_rows
+from devicemap.data.rows import spec_of
 from devicemap.errors import OptionError, warn_user
 from devicemap.pipelines.composition import Batch
 from devicemap.pipelines.losses import Losses
@@ -59,7 +59,7 @@ class PipelineModel(keras.Model):
             return
         inputs = _with_tuples(inputs)
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tf.nest.flatten(inputs))  # in a functional model
-        trace_in_turn(self.pipe._stages, tf.nest.map_structure(any_rows, inputs) if symbolic else Batch.of(inputs).nest)
+        trace_in_turn(self.pipe._stages, tf.nest.map_structure(spec_of, inputs) if symbolic else Batch.of(inputs).nest)
         if _scaled_policy(self.pipe._models) not in (None, self.dtype_policy):
             raise OptionError(
                 "functions of the pipeline call layers of mixed_float16, for which Keras scales losses; call pipe.explain(x) "

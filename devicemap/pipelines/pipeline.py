@@ -23,7 +23,7 @@ from devicemap._tensorflow.keras_calls import begin_call, in_training
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
-from devicemap.inspect.planner import data_spec
+from devicemap.inspect.planner import specs_and_count
 from devicemap.options import Options, check_choice, check_count
 from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
 from devicemap.pipelines.losses import Losses, differentiate
@@ -303,4 +303,5 @@ class Pipeline:
             >>> [stage.schedule[:4] for stage in plan.stages], plan.bubble
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
-        return plan_of(self._stages, data_spec(data_or_spec, Options()), self._options, self._losses is not None)
+        data, rows = specs_and_count(data_or_spec, Options())
+        return plan_of(self._stages, data.specs, rows, self._options, self._losses is not None)

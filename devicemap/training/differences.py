@@ -14,7 +14,7 @@ from devicemap._tensorflow.keras import layers_of, replacing
 from devicemap._tensorflow.keras_calls import in_inference
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.graph_walker import is_constant
-from devicemap.data.rows import any_rows
+from devicemap.data.rows import spec_of
 from devicemap.data.structure import freeze
 from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows
 from devicemap.training.stateless import CallArguments, CallScope
@@ -79,7 +79,7 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
         if not tf.executing_eagerly():
             return None
         try:
-            concrete = run.get_concrete_function([any_rows(leaf) for leaf in given.rows])
+            concrete = run.get_concrete_function([spec_of(leaf) for leaf in given.rows])
         except Exception:  # for instance, it needs a static number of rows
             return None
         known |= keys

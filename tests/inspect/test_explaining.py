@@ -141,11 +141,11 @@ def test_rows_of_devices(rows: int | None, by_device: list[int | None]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((tf.TensorSpec([3]), X), r"data_or_spec\[1\] is a .*Tensor; expected tf.TensorSpec"),
+        ((tf.TensorSpec([3]), X), r"data\[0\] has 3, data\[1\] has 7"),
         (tf.TensorSpec([]), "needs rows as its first axis"),
         (tf.TensorSpec(None), "needs rows as its first axis"),
-        ((tf.TensorSpec([3]), tf.TensorSpec([4])), r"data_or_spec\[0\] has 3, data_or_spec\[1\] has 4"),
-        (tf.TensorArraySpec(), "TensorArraySpec; expected"),
+        ((tf.TensorSpec([3]), tf.TensorSpec([4])), r"data\[0\] has 3, data\[1\] has 4"),
+        (tf.TensorArraySpec(), "data is a TensorArraySpec that does not convert"),
         ([None, 3], "data is a list that does not convert to a tensor"),
         ((1000, 3), r"data\[0\] is a scalar"),
         (tf.TensorShape(None), "data is a TensorShape"),
