@@ -177,10 +177,10 @@ class DeviceMap:
     def __init__(self, fn: Callable[..., Any], **options: Any):
         self._take(Program(fn, options))
 
-    def _take(self, program: Program, warns_of_failures: bool = False) -> None:
+    def _take(self, program: Program, warns_of_rows: bool = False) -> None:
         self._program = program
-        self._observers = Observers(program.name, program.options, program.gpus)
-        self._mapper = Mapper(program, self._observers, warns_of_failures)
+        self._observers = Observers(program.name, program.options, program.gpus, warns_of_rows)
+        self._mapper = Mapper(program, self._observers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the function and the options; a copy traces again."""
@@ -384,5 +384,5 @@ _remembered = ProgramCache()
 def _map_of_last_calls(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
     """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)
-    mapper._take(_remembered.program_of(fn, options), warns_of_failures=True)
+    mapper._take(_remembered.program_of(fn, options), warns_of_rows=True)
     return mapper

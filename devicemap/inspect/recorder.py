@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from devicemap.compile.compiled import CompiledMap
-from devicemap.errors import error_text
+from devicemap.errors import error_text, warn_user
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -32,6 +32,7 @@ from devicemap.events import (
     FailedRow,
     RowFailed,
     Shard,
+    short_name,
 )
 from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.report import DeviceReport, Report, Span
@@ -64,6 +65,7 @@ class Recorder:
         self._devices: dict[str, DeviceReport] = {}
         self._running: dict[Shard, float] = {}
         self._failed_rows: list[FailedRow] = []
+        self._lost: list[str] = []
         self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
 
     def __call__(self, event: Event) -> None:
@@ -87,6 +89,10 @@ class Recorder:
             self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, error_text(event.error)))
         elif isinstance(event, DeviceLost):
             self._device(event.device).lost = True
+            self._lost.append(
+                f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
+                f"{error_text(event.error)}"
+            )
         elif isinstance(event, CallStarted):
             self._rows = event.rows
             self._devices = {device: DeviceReport(device) for device in event.devices}
@@ -97,6 +103,17 @@ class Recorder:
 
     def _device(self, name: str) -> DeviceReport:
         return self._devices.setdefault(name, DeviceReport(name))
+
+    def warnings(self, of_rows: bool) -> list[str]:
+        """Return warnings for lost devices and, with `of_rows` or if no chunk succeeded, for rows that failed."""
+        failed, succeeded = self._failed_rows, any(device.rows for device in self._devices.values())
+        if not failed or (succeeded and not of_rows):
+            return self._lost
+        first = min(failed, key=lambda each: each.row)
+        count = "1 row failed and is" if len(failed) == 1 else f"{len(failed)} rows failed and are"
+        everything = "" if succeeded or len(failed) == 1 else "all "
+        where = f"row {first.row} on {short_name(first.device)}"
+        return [*self._lost, f"{everything}{count} left out; the first: {where}: {first.error}"]
 
     def report(self) -> Report:
         """Return the report of the events so far."""
@@ -128,9 +145,9 @@ class Recorder:
 class Observers(CallObservers):
     """The observers that the options of a map request."""
 
-    def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
-        """`gpus` is as for `GpuUsage`."""
-        self._name, self._options, self._gpus = name, options, gpus
+    def __init__(self, name: str, options: Options, gpus: Mapping[str, int], warns_of_rows: bool = False):
+        """`gpus` is as for `GpuUsage`. `warns_of_rows`: whether calls warn of failed rows, because there is no report."""
+        self._name, self._options, self._gpus, self._warns_of_rows = name, options, gpus, warns_of_rows
         self._last: Callable[[], Report] | None = None
 
     def report(self) -> Report | None:
@@ -170,6 +187,9 @@ class Observers(CallObservers):
             yield partial(_notify, observers)
         finally:
             self._last = recorder.report
+            # A warning in the scheduler's thread would not name a line of the user's program.
+            for message in recorder.warnings(self._warns_of_rows):
+                warn_user(f"{self._name}: {message}")
 
     def _facts(self, engine: str, compiled: CompiledMap) -> dict[str, Any]:
         """Return the fields of a report that are known before the call."""

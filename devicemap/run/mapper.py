@@ -11,7 +11,6 @@ function.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, Literal
@@ -31,8 +30,8 @@ from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.data.structure import as_nodes
 from devicemap.devices import is_out_of_memory, kind_of
-from devicemap.errors import DataError, DeviceMapError, OptionError, error_text, warn_user
-from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, Shard, short_name
+from devicemap.errors import DataError, DeviceMapError, OptionError, warn_user
+from devicemap.events import Shard
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight
 from devicemap.run.engine import CallStats, choose_engine
@@ -49,16 +48,14 @@ _stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
 class Mapper:
     """Calls of one program."""
 
-    def __init__(self, program: Program, observers: CallObservers, warns_of_failures: bool = False):
-        """`warns_of_failures`: whether calls warn of rows that failed, because the caller has no report."""
+    def __init__(self, program: Program, observers: CallObservers):
         self.program = program
         self._observers = observers
         self._options = program.options
-        self._warns_of_failures = warns_of_failures
 
     def reducing(self, reduction: Reduction) -> Mapper:
         """Return the same mapper with its results reduced."""
-        return Mapper(self.program.reducing(reduction), self._observers, self._warns_of_failures)
+        return Mapper(self.program.reducing(reduction), self._observers)
 
     @tf.autograph.experimental.do_not_convert  # tracing converts `fn` itself
     def run(self, data: Any) -> Any:
@@ -199,36 +196,26 @@ class Mapper:
             keep: callback of a worker for a chunk and its results, which are then not yielded.
             leave_out: callback of a worker for a row that is left out: the row as a chunk, its device and its error.
         """
-        cancellation, failures = Cancellation(), _Failures()
+        cancellation = Cancellation()
         functions = compiled.chunk_functions(cancellation)
         runners = [
             self._runner(compiled, device, functions[device], most, keep)
             for device, most in in_flight(compiled, self._options.prefetch).items()
         ]
-        try:
-            with self._observers.of_chunks(compiled) as observe:
-
-                def on_event(event: Event) -> None:
-                    failures.add(event)
-                    observe(event)
-
-                options = ChunkOptions(
-                    window=window,
-                    deterministic=deterministic,
-                    max_retries=self._options.max_retries,
-                    skips=self._options.skips,
-                    leave_out=leave_out,
-                    locates=self.program.may_repeat(compiled),
-                    observe=on_event,
-                    describe=self.program.located_error,
-                    cancel=cancellation.cancel,
-                )
-                throughput = _stats.setdefault(compiled, CallStats()).throughput
-                yield from run_chunks(source, runners, options, throughput)
-        finally:
-            # A warning in the scheduler's thread would not name a line of the user's program.
-            for message in failures.messages(rows=self._warns_of_failures):
-                warn_user(f"{self.program.name}: {message}")
+        with self._observers.of_chunks(compiled) as observe:
+            options = ChunkOptions(
+                window=window,
+                deterministic=deterministic,
+                max_retries=self._options.max_retries,
+                skips=self._options.skips,
+                leave_out=leave_out,
+                locates=self.program.may_repeat(compiled),
+                observe=observe,
+                describe=self.program.located_error,
+                cancel=cancellation.cancel,
+            )
+            throughput = _stats.setdefault(compiled, CallStats()).throughput
+            yield from run_chunks(source, runners, options, throughput)
 
     def _runner(
         self,
@@ -266,35 +253,3 @@ def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
         device: prefetch or max(chunks_in_flight(kind_of(device)), compiled.slots.count(device))
         for device in compiled.devices
     }
-
-
-class _Failures:
-    """The devices that were lost and the rows that failed in a call. It keeps texts, because events refer to tensors."""
-
-    def __init__(self) -> None:
-        self._lost: list[str] = []
-        self._rows = 0
-        self._first_row: tuple[int, str] = sys.maxsize, ""
-        self._succeeded = False
-
-    def add(self, event: Event) -> None:
-        """Record an event of the call."""
-        if isinstance(event, DeviceLost):
-            self._lost.append(
-                f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
-                f"{error_text(event.error)}"
-            )
-        elif isinstance(event, RowFailed):
-            self._rows += 1
-            self._first_row = min(self._first_row, (event.shard.start, f"{event.shard}: {error_text(event.error)}"))
-        elif isinstance(event, ChunkFinished):
-            self._succeeded = True
-
-    def messages(self, rows: bool) -> list[str]:
-        """Return warnings for lost devices and, with `rows` or if no chunk succeeded, for rows that failed."""
-        messages = list(dict.fromkeys(self._lost))
-        if self._rows and (rows or not self._succeeded):
-            failed = "1 row failed and is" if self._rows == 1 else f"{self._rows} rows failed and are"
-            everything = "" if self._succeeded or self._rows == 1 else "all "
-            messages.append(f"{everything}{failed} left out; the first: {self._first_row[1]}")
-        return messages
