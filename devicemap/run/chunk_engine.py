@@ -18,18 +18,17 @@ from devicemap.compile.invoke import join_threads, receive
 from devicemap.data.sources import Source
 from devicemap.events import CallFinished, CallStarted
 from devicemap.run.chunk_sizes import Throughput
-from devicemap.run.scheduler import DELIVERED, End, Scheduler
-from devicemap.run.workers import Call, ChunkOptions, ChunkResult, Failure, Runner
+from devicemap.run.scheduler import DELIVERED, Scheduler
+from devicemap.run.workers import Call, ChunkResult, End, Runner
 
 
 def run_chunks(
-    source: Source, runners: Sequence[Runner], options: ChunkOptions, throughput: dict[str, Throughput] | None = None
+    source: Source, runners: Sequence[Runner], call: Call, throughput: dict[str, Throughput] | None = None
 ) -> Iterator[ChunkResult]:
     """Yield the results of all chunks of a source, which is closed at the end.
 
     `throughput` holds measurements of earlier calls, and is updated at the end.
     """
-    call = Call(options)
     measured = {} if throughput is None else throughput
     scheduler = Scheduler(call, source, runners, measured)
     thread = threading.Thread(target=scheduler.run, name="devicemap scheduler", daemon=True)
@@ -37,7 +36,7 @@ def run_chunks(
 
     def stop() -> None:
         call.stopped = True
-        options.cancel()
+        call.cancel()
         scheduler.close()
         # An observer or the garbage collector may close the generator in any of these threads.
         join_threads([thread])
@@ -47,8 +46,8 @@ def run_chunks(
     try:
         call.notify(CallStarted, rows=source.rows, devices=tuple(runner.device for runner in runners))
         thread.start()
-        for result in _received(call.to_consumer, options.deterministic):
-            if options.window is not None:
+        for result in _received(call.to_consumer, call.deterministic):
+            if call.window is not None:
                 call.to_scheduler.put(DELIVERED)
             yield result
     except BaseException as raised:
@@ -70,8 +69,6 @@ def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult
     delivered, end = 0, None
     while end is None or delivered < end.chunks:
         message = receive(results)
-        if isinstance(message, Failure):
-            raise message.error
         if isinstance(message, End):
             end = message
             continue

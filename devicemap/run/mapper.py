@@ -36,7 +36,7 @@ from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight
 from devicemap.run.engine import CallStats, choose_engine
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
-from devicemap.run.workers import ChunkOptions, ChunkResult, Runner
+from devicemap.run.workers import Call, ChunkResult, Runner
 
 _WINDOW = 4
 """The window, in multiples of the chunks in flight. It is larger than 1, so that a slow chunk does not stop the others."""
@@ -203,7 +203,7 @@ class Mapper:
             for device, most in in_flight(compiled, self._options.prefetch).items()
         ]
         with self._observers.of_chunks(compiled) as observe:
-            options = ChunkOptions(
+            call = Call(
                 window=window,
                 deterministic=deterministic,
                 max_retries=self._options.max_retries,
@@ -215,7 +215,7 @@ class Mapper:
                 cancel=cancellation.cancel,
             )
             throughput = _stats.setdefault(compiled, CallStats()).throughput
-            yield from run_chunks(source, runners, options, throughput)
+            yield from run_chunks(source, runners, call, throughput)
 
     def _runner(
         self,

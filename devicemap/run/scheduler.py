@@ -1,6 +1,6 @@
 """The scheduler of a call in chunks, which reads the source and sends each chunk to an idle device.
 
-    source ── take ──> scheduler ── a queue per device ──> workers ── ChunkResult, Failure ──> consumer
+    source ── take ──> scheduler ── a queue per device ──> workers ── ChunkResult, End ──────> consumer
                            ^──────── Finished, Failed ────────┘──────── DELIVERED ─────────┘
 
 The scheduler runs in a thread of its own, which owns all state of the call, so that it needs no lock. It guarantees:
@@ -32,21 +32,13 @@ from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
 from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
-from devicemap.run.workers import Call, Failed, Finished, QueuedChunk, Runner
+from devicemap.run.workers import Call, End, Failed, Finished, QueuedChunk, Runner
 
 DELIVERED, STOP = "delivered", "stop"
 """Messages to the scheduler: the consumer took a chunk; the consumer has left."""
 
 _OVERDUE_SECONDS = 0.005
 """How often the scheduler reconsiders idle devices. The last rows wait for faster devices, whose chunks may be overdue."""
-
-
-@dataclass(frozen=True)
-class End:
-    """A message to the consumer: the source ended after a number of chunks, perhaps with an error."""
-
-    chunks: int
-    error: BaseException | None
 
 
 @dataclass
@@ -136,7 +128,7 @@ class Scheduler:
 
     @property
     def _may_read(self) -> bool:
-        window = self._call.options.window
+        window = self._call.window
         return not self._at_end and (window is None or self._read - self._delivered < window)
 
     def _send_next(self) -> bool:
@@ -179,7 +171,7 @@ class Scheduler:
             chunk, error = self._source.take(rows), None
         except BaseException as raised:  # from the user's data; raised after the rows before it
             chunk, error = None, raised
-            if self._call.options.skips and isinstance(raised, tf.errors.OpError):
+            if self._call.skips and isinstance(raised, tf.errors.OpError):
                 add_note(raised, "on_error='skip' leaves out rows of fn; dataset.ignore_errors() leaves out elements")
         if chunk is None:
             self._at_end = True
@@ -235,7 +227,7 @@ class Scheduler:
         state.busy_since = ended
         state.running -= 1
         state.alone, state.failures = False, 0
-        if self._call.options.skips and not message.rows_failed:
+        if self._call.skips and not message.rows_failed:
             for name in {shard.device for shard in message.queued.tried} - {message.device}:
                 self._blame(name, message.queued)
 
@@ -257,7 +249,7 @@ class Scheduler:
         self._retries.append(queued)
         state.last_error = error
         # If failing rows are left out, another device shows later whether the rows or this device are at fault.
-        if not self._call.options.skips or not is_of_the_row(error):
+        if not self._call.skips or not is_of_the_row(error):
             self._blame(name, queued)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
             self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)
@@ -277,7 +269,7 @@ class Scheduler:
             self._devices[each].too_large.clear()
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
-            raise self._call.options.describe(error, queued.tried)
+            raise self._call.describe(error, queued.tried)
 
 
 def peak_share(device: str) -> float | None:

@@ -40,38 +40,6 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class ChunkOptions:
-    """How a call in chunks runs."""
-
-    window: int | None = None
-    """The most chunks that are read and not delivered; `None`: any number."""
-
-    deterministic: bool = True
-    """Whether chunks are delivered in input order, or as they finish."""
-
-    max_retries: int = 0
-    """How often a chunk that failed is tried again."""
-
-    skips: bool = False
-    """Whether rows that fail by themselves are left out."""
-
-    leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None
-    """Callback of the worker for a row that is left out: the row as a chunk, its device and its error."""
-
-    locates: bool = False
-    """Whether a chunk that failed may run again in parts, to find the row that failed."""
-
-    observe: Callable[[Event], object] = lambda event: None
-    """Callback for the events of the call, one at a time, in order."""
-
-    describe: Callable[[BaseException, Sequence[Shard]], BaseException] = lambda error, shards: error
-    """Returns the error to raise for the error of a chunk and the devices that tried its rows."""
-
-    cancel: Callable[[], object] = lambda: None
-    """Cancels the running chunks."""
-
-
-@dataclass(frozen=True)
 class QueuedChunk:
     """A chunk on its way to a device."""
 
@@ -138,17 +106,44 @@ class ChunkResult:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A message to the consumer: the call ends with an error."""
+class End:
+    """A message to the consumer: the call ends after a number of chunks, perhaps with an error."""
 
-    error: BaseException
+    chunks: int
+    error: BaseException | None
 
 
 @dataclass
 class Call:
-    """The state that the threads of a call share: two queues, the observer, and the time."""
+    """How a call in chunks runs, and the state that its threads share: two queues and the time."""
 
-    options: ChunkOptions
+    window: int | None = None
+    """The most chunks that are read and not delivered; `None`: any number."""
+
+    deterministic: bool = True
+    """Whether chunks are delivered in input order, or as they finish."""
+
+    max_retries: int = 0
+    """How often a chunk that failed is tried again."""
+
+    skips: bool = False
+    """Whether rows that fail by themselves are left out."""
+
+    leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None
+    """Callback of the worker for a row that is left out: the row as a chunk, its device and its error."""
+
+    locates: bool = False
+    """Whether a chunk that failed may run again in parts, to find the row that failed."""
+
+    observe: Callable[[Event], object] = lambda event: None
+    """Callback for the events of the call, one at a time, in order."""
+
+    describe: Callable[[BaseException, Sequence[Shard]], BaseException] = lambda error, shards: error
+    """Returns the error to raise for the error of a chunk and the devices that tried its rows."""
+
+    cancel: Callable[[], object] = lambda: None
+    """Cancels the running chunks."""
+
     to_scheduler: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     to_consumer: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
@@ -166,7 +161,7 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """End the call with an error, also while the consumer is busy with results."""
         self.stopped = True
-        self.to_consumer.put(Failure(error))
+        self.to_consumer.put(End(0, error))
 
     def start_worker(self, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> threading.Thread:
         """Start a daemon thread that computes the chunks in a queue."""
@@ -179,7 +174,7 @@ class Call:
         """Pass an event to the observer, one at a time. An error that the observer raises ends the call."""
         with self._notifying:
             if not self.stopped or kind is CallFinished:
-                self.options.observe(kind(seconds=self.now(), **values))
+                self.observe(kind(seconds=self.now(), **values))
 
 
 def work(call: Call, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> None:
@@ -220,17 +215,17 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
             if call.stopped:  # the call was cancelled; the rows are not at fault
                 return
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            again, retries = True, call.options.max_retries
+            again, retries = True, call.max_retries
             action = retry_action(error, rows.count, attempt, retries, queued.out_of_memory)
-            if action is RetryAction.RAISE and call.options.skips:
+            if action is RetryAction.RAISE and call.skips:
                 tries += rows.count == 1
                 action = skip_action(error, rows.count, chunk.count, tries, retries)
             match action:
                 case RetryAction.RAISE:
                     soon = call.now() - started < AGAIN_SECONDS
-                    if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
+                    if call.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
                         shard = failing_row(partial(_run_rows, run, rows), shard, error)
-                    call.fail(call.options.describe(error, (*queued.tried, shard)))
+                    call.fail(call.describe(error, (*queued.tried, shard)))
                     return
                 case RetryAction.HALVE if queued.out_of_memory:
                     limit = rows.count // 2
@@ -245,7 +240,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
                 case RetryAction.REPEAT:
                     pending.append((start, stop))
                 case RetryAction.LEAVE_OUT:
-                    call.options.leave_out(rows, shard, error)
+                    call.leave_out(rows, shard, error)
                     call.notify(RowFailed, shard=shard, error=error)
                     rows_failed, tries = True, 0
                     if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from indices import IndexSource
 
 from devicemap.data.sources import Chunk
-from devicemap.run.scheduler import DELIVERED, STOP, End, Scheduler
-from devicemap.run.workers import Call, ChunkOptions, ChunkResult, Failure, QueuedChunk, Runner, work
+from devicemap.run.scheduler import DELIVERED, STOP, Scheduler
+from devicemap.run.workers import Call, ChunkResult, End, QueuedChunk, Runner, work
 from devicemap.types import DeviceLost
 
 Transient, Broken, Full, Bad = (
@@ -48,8 +48,8 @@ class Device:
 class Simulation(Call):
     """A call whose threads take turns in an order that is drawn, when the scheduler looks for messages."""
 
-    def __init__(self, options: ChunkOptions, devices: dict[str, Device], draw: random.Random, bad: set[int]):
-        super().__init__(options)
+    def __init__(self, devices: dict[str, Device], draw: random.Random, bad: set[int], **options: Any):
+        super().__init__(**options)
         self.to_scheduler: Any = self
         self.devices, self.draw, self.bad = devices, draw, bad
         self.messages = deque[Any]()
@@ -57,7 +57,7 @@ class Simulation(Call):
         self.lost = set[str]()
         self.buffer: dict[int, ChunkResult] = {}
         self.delivered: list[ChunkResult] = []
-        self.end: End | Failure | None = None
+        self.end: End | None = None
         self.leaves_after: int | None = None
         self.alone = False
         self.number_of_reads: Callable[[], int] = lambda: 0
@@ -95,8 +95,7 @@ class Simulation(Call):
         """Let one thread take a turn. Return false if none can."""
         self.steps += 1
         assert self.steps < 20_000, "the call does not end"
-        options = self.options
-        assert options.window is None or self.number_of_reads() - len(self.delivered) <= options.window
+        assert self.window is None or self.number_of_reads() - len(self.delivered) <= self.window
         turns: list[Callable[[], object]] = []
         for name, device in self.devices.items():
             if not device.queue.empty() and len(device.running) < device.workers and not self.stopped:
@@ -139,7 +138,7 @@ class Simulation(Call):
 
     @property
     def next_result(self) -> ChunkResult | None:
-        numbers = [len(self.delivered)] if self.options.deterministic else [*self.buffer]
+        numbers = [len(self.delivered)] if self.deterministic else [*self.buffer]
         return next((self.buffer[number] for number in numbers if number in self.buffer), None)
 
     def consume(self) -> None:
@@ -155,10 +154,9 @@ class Simulation(Call):
             assert message.number not in self.buffer
             self.buffer[message.number] = message
         else:
-            assert self.end is None or isinstance(message, Failure)
+            assert self.end is None or self.stopped
             self.end = message
-            if isinstance(message, Failure):
-                self.stopped = True
+            if self.stopped:
                 self.put(STOP)
 
 
@@ -185,7 +183,10 @@ def _simulate(seed: int) -> str:
         for i in range(draw.choice([1, 2, 3, 5]))
     }
     left_out: list[int] = []
-    options = ChunkOptions(
+    call = Simulation(
+        devices,
+        draw,
+        bad,
         window=draw.choice([None, 1, 8]),
         deterministic=draw.random() < 0.7,
         max_retries=40,
@@ -193,7 +194,6 @@ def _simulate(seed: int) -> str:
         leave_out=lambda row, shard, error: left_out.append(row.start),
         observe=lambda event: call.lost.add(event.device) if isinstance(event, DeviceLost) else None,
     )
-    call = Simulation(options, devices, draw, bad)
     call.leaves_after = draw.randrange(1, 9) if draw.random() < 0.1 else None
     runners = [Runner(name, lambda: lambda chunk: None, device.in_flight) for name, device in devices.items()]
     scheduler = Scheduler(call, source, runners, {})
@@ -204,9 +204,9 @@ def _simulate(seed: int) -> str:
     found = [row for result in call.delivered for part in result.parts for row in part]
     assert len({*found}) == len(found)
     assert "/device:CPU:0" not in call.lost
-    if options.deterministic:
+    if call.deterministic:
         assert found == [row for row in range(rows) if row not in bad][: len(found)]
-    if isinstance(call.end, Failure):
+    if call.end is not None and call.end.error is not None and not isinstance(call.end.error, OSError):
         assert isinstance(call.end.error, Bad)
         assert bad
         assert not skips

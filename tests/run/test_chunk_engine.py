@@ -19,7 +19,7 @@ from indices import IndexSource
 from devicemap.data.sources import Chunk
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import Throughput
-from devicemap.run.workers import Call, ChunkOptions, Runner
+from devicemap.run.workers import Call, Runner
 from devicemap.types import ChunkFinished, Event
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
@@ -69,14 +69,14 @@ def test_a_device_works_while_others_are_made_ready() -> None:
         return _double
 
     runners = [*_runners(lambda device, chunk: at_work.set(), 1, 1), Runner("/device:CPU:1", second, 1)]
-    assert _flat(run_chunks(IndexSource(20), runners, ChunkOptions())) == _doubles(20)
+    assert _flat(run_chunks(IndexSource(20), runners, Call())) == _doubles(20)
 
 
 def test_as_they_finish() -> None:
     release = threading.Event()
     runners = _runners(lambda device, chunk: chunk.start or _wait(release))
     starts = []
-    for result in run_chunks(IndexSource(20), runners, ChunkOptions(deterministic=False)):
+    for result in run_chunks(IndexSource(20), runners, Call(deterministic=False)):
         starts.append(result.start)
         if len(starts) == 19:
             release.set()
@@ -88,7 +88,7 @@ def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> Non
     release, started = threading.Event(), [threading.Event() for _ in range(10)]
     before = lambda device, chunk: started[chunk.start].set() or chunk.start or _wait(release)
     source, consumed = IndexSource(10), []
-    stream = run_chunks(source, _runners(before, in_flight=1), ChunkOptions(window=4))
+    stream = run_chunks(source, _runners(before, in_flight=1), Call(window=4))
     consumer = threading.Thread(target=lambda: consumed.extend(_flat(stream)))
     consumer.start()
     _wait(started[3])
@@ -108,7 +108,7 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
             release.set()
 
     throughput = {"/device:CPU:0": Throughput(rows_per_second=1e5), "/device:CPU:1": Throughput(rows_per_second=10.0)}
-    assert _flat(run_chunks(IndexSource(6), _runners(before, in_flight=1), ChunkOptions(), throughput)) == _doubles(6)
+    assert _flat(run_chunks(IndexSource(6), _runners(before, in_flight=1), Call(), throughput)) == _doubles(6)
 
 
 @pytest.mark.parametrize("failing", [None, 2])
@@ -116,7 +116,7 @@ def test_neither_results_nor_errors_wait_for_rows_that_are_still_to_come(failing
     read_on = threading.Event()
     source = IndexSource(5, before={3: lambda: _wait(read_on)})
     runners = _runners(lambda device, chunk: chunk.start == failing and _fail(ValueError("bad row")))
-    stream = run_chunks(source, runners, ChunkOptions(window=8, max_retries=5, cancel=read_on.set))
+    stream = run_chunks(source, runners, Call(window=8, max_retries=5, cancel=read_on.set))
     if failing:
         with pytest.raises(ValueError, match="bad row"):  # perhaps before the rows that precede it
             list(stream)
@@ -138,7 +138,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
             _wait(cancelled)
 
     source = IndexSource(None, 4)
-    stream = run_chunks(source, _runners(before), ChunkOptions(window=4, cancel=cancelled.set))
+    stream = run_chunks(source, _runners(before), Call(window=4, cancel=cancelled.set))
     assert [next(stream).start for _ in range(3)] == [0, 4, 8]
     _wait(begun)
     stream.close()
@@ -146,7 +146,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
     assert source.next <= 4 * (3 + 4)
     assert source.closed
     unread = IndexSource(10)
-    run_chunks(unread, _runners(lambda device, chunk: None), ChunkOptions()).close()
+    run_chunks(unread, _runners(lambda device, chunk: None), Call()).close()
     assert unread.next == 0
 
 
@@ -155,7 +155,7 @@ def test_what_was_being_read_when_the_stream_was_left_does_not_run() -> None:
     reading, left = threading.Event(), threading.Event()
     source = IndexSource(5, before={1: lambda: reading.set() or _wait(left)})
     runners = _runners(lambda device, chunk: ran.append(chunk.start), devices=1, in_flight=1)
-    stream = run_chunks(source, runners, ChunkOptions(cancel=left.set))
+    stream = run_chunks(source, runners, Call(cancel=left.set))
     next(stream)
     _wait(reading)
     threading.Timer(0.1, left.set).start()
@@ -181,7 +181,7 @@ def test_a_worker_that_starts_while_the_call_ends_is_waited_for(monkeypatch: pyt
 
     monkeypatch.setattr(Call, "start_worker", start)
     with pytest.raises(ValueError, match="a row"):
-        list(run_chunks(IndexSource(10), _runners(fail), ChunkOptions(cancel=cancelled.set)))
+        list(run_chunks(IndexSource(10), _runners(fail), Call(cancel=cancelled.set)))
 
 
 def test_an_observer_may_close_the_stream() -> None:
@@ -193,7 +193,7 @@ def test_an_observer_may_close_the_stream() -> None:
             streams[0].close()
             closed.set()
 
-    streams.append(run_chunks(source, _runners(lambda device, chunk: None, 1), ChunkOptions(observe=close)))
+    streams.append(run_chunks(source, _runners(lambda device, chunk: None, 1), Call(observe=close)))
     next(streams[0])
     began.set()
     _wait(closed)
@@ -207,7 +207,7 @@ def test_an_observer_may_close_the_stream() -> None:
 def test_an_error_while_a_call_begins_or_describes_an_error_ends_it() -> None:
     error = LookupError("no words")
     with pytest.raises(LookupError, match="no words"):
-        list(run_chunks(IndexSource(20), [Runner("/device:CPU:0", lambda: _fail(error), 2)], ChunkOptions()))
-    options = ChunkOptions(describe=lambda found, shards: _fail(error))
+        list(run_chunks(IndexSource(20), [Runner("/device:CPU:0", lambda: _fail(error), 2)], Call()))
+    options = Call(describe=lambda found, shards: _fail(error))
     with pytest.raises(LookupError, match="no words"):
         list(run_chunks(IndexSource(5), _runners(lambda device, chunk: 1 / 0), options))
