@@ -10,7 +10,7 @@
         └── MissingRowsError                 requested rows that are missing or damaged in the directory
 
 A `FunctionError` with a cause is also an instance of the class of its cause, so that `except tf.errors.ResourceExhaustedError`
-and `except ZeroDivisionError` keep working. The original error is its `__cause__`.
+and `except ZeroDivisionError` keep working. The original error is its `__cause__`. Pickling keeps the message and the shards.
 """
 
 from __future__ import annotations
@@ -60,11 +60,7 @@ class FunctionError(DeviceMapError):
         return next((text for text in self.args if isinstance(text, str)), "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the class that function_error made exists only in this process
-        original = next((base for base in type(self).__bases__ if not issubclass(base, FunctionError)), None)
-        module = sys.modules.get(getattr(original, "__module__", ""))
-        found = original is not None and getattr(module, original.__name__, None) is original
-        facts = {name: value for name, value in vars(self).items() if isinstance(value, int | str | None)}
-        return _made_again, (str(self), self.shards, original if found else None, facts)
+        return failure, (str(self), self.shards)
 
 
 class JournalError(DeviceMapError, OSError):
@@ -100,20 +96,6 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
     error.args = (message,)
     error.shards = tuple(shards)
     return error
-
-
-def _made_again(
-    message: str, shards: Sequence[Shard], kind: type[BaseException] | None, facts: dict[str, Any]
-) -> FunctionError:
-    """Return a `FunctionError` that was pickled. `kind`: the class of the original error; `facts`: plain attributes."""
-    if kind is None:
-        return failure(message, shards)
-    try:
-        original = kind.__new__(kind)
-        vars(original).update(facts)
-    except Exception:  # its constructor needs other arguments
-        return failure(message, shards)
-    return function_error(message, original, shards)
 
 
 def brief(error: BaseException) -> str:

@@ -90,8 +90,6 @@ def test_the_whole_message_and_a_pickled_error(main_thread: bool) -> None:
     assert str(caught.value) == "mine failed on rows 0 to 5 on CPU:1: UnknownError: ZeroDivisionError: by zero"
     again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, FunctionError)
-    assert isinstance(again, tf.errors.UnknownError)
-    assert again.message == caught.value.message
     assert (str(again), again.args, again.shards) == (str(caught.value), caught.value.args, caught.value.shards)
     assert again.shards
 
