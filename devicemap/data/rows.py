@@ -263,7 +263,13 @@ def _hint(value: Any) -> str:
     if any(isinstance(entry, tf.RaggedTensor) for entry in entries):
         return "; tf.ragged.stack makes one ragged tensor of several"
     if entries and all(isinstance(entry, tf.Tensor) or _is_array(entry) for entry in entries):
-        return _hint_for_arrays(entries)
+        shapes = sorted({tuple(np.shape(entry)) for entry in entries}, key=repr)
+        if len(shapes) == 1:
+            return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
+        return (
+            f"; its entries have {len(shapes)} shapes, such as {[*shapes[0]]} and {[*shapes[-1]]}: give rows one shape, make "
+            "them ragged (tf.ragged.stack), or pass tf.data.Dataset.from_generator. Several arguments are a tuple, not a list"
+        )
     if any(isinstance(entry, list | tuple) for entry in entries):
         return "; tf.ragged.constant makes rows of different lengths"
     if 0 < sum(isinstance(entry, str) for entry in entries) < len(entries):
@@ -271,30 +277,6 @@ def _hint(value: Any) -> str:
             "; some entries are text and others are not, such as NaN for missing text: series.fillna('') replaces them"
         )
     return "; give it a dtype with .astype" if kind == "O" else ""
-
-
-def _hint_for_arrays(entries: Sequence[Any]) -> str:
-    """Return advice for a list of arrays that does not convert to a tensor."""
-    shapes = sorted({tuple(np.shape(entry)) for entry in entries}, key=repr)
-    if len(shapes) == 1:
-        return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
-    listed = f"; its entries have {len(shapes)} shapes, such as {[*shapes[0]]} and {[*shapes[-1]]}"
-    if len({shape[:1] for shape in shapes}) == 1:
-        return (
-            f"{listed}: pass several arguments as a tuple, not as a list, or give the entries of one argument one shape"
-        )
-    ranks = {len(shape) for shape in shapes}
-    if ranks == {1}:
-        return f"{listed}: tf.ragged.stack makes rows of different lengths"
-    if len(ranks) > 1:
-        return f"{listed}: give them one shape"
-    common = [sizes[0] if len({*sizes}) == 1 else None for sizes in zip(*shapes)]
-    given = getattr(entries[0], "dtype", None) or np.asarray(entries[0]).dtype
-    dtype = getattr(given, "name", str(given))
-    return (
-        f"{listed}: resize them to one shape, or pass a dataset, tf.data.Dataset.from_generator(lambda: iter(entries), "
-        f"output_signature=tf.TensorSpec({common}, tf.{dtype}))"
-    )
 
 
 def _count(leaf: Any, path: str) -> int | None:
