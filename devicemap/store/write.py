@@ -21,7 +21,7 @@ from devicemap.errors import FunctionError, JournalError, MissingRowsError, Opti
 from devicemap.events import Shard
 from devicemap.run.mapper import Mapper
 from devicemap.store.database import Header, StoredChunk, open_database, open_for_writing
-from devicemap.store.encoding import START_AGAIN, WRONG_VALUES, describe_nest, digest, encode_leaves
+from devicemap.store.encoding import START_AGAIN, describe_nest, digest, encode_leaves
 from devicemap.store.fingerprint import fingerprint
 
 
@@ -166,26 +166,9 @@ def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any
 def _change(key: str, there: Any, here: Any) -> str:
     """Describe a change of an entry of a description."""
     part, _, number = key.rpartition(".")
-    if part == "code.graph":
-        return f"graph {number} of the function differs"
-    if part in ("code.tensor", "variable"):  # a dtype, a shape and a digest
-        return f"captured {part.removeprefix('code.')} {number} of {str(here or there).rpartition(' ')[0]} differs"
-    if key in ("results", "inputs"):
-        of = "results of fn" if key == "results" else "rows"
-        return f"the {of} were {_brief(there):.200} there, and are {_brief(here):.200} now"
+    if part in ("code.graph", "code.tensor", "variable"):  # a digest, after a dtype and a shape of captured values
+        return f"{part.removeprefix('code.')} {number} {str(here or there).rpartition(' ')[0]}".strip() + " differs"
     return f"{key} was {there!r:.200} there, and is {here!r:.200} now"
-
-
-def _brief(nest: Any) -> str:
-    """Return the text of a description of `describe_nest`, which may be damaged."""
-    with suppress(*WRONG_VALUES):
-        if "dense" in nest:
-            return f"{nest['dense']} {nest['shape']}"
-        if "dict" in nest:
-            return "{" + ", ".join(f"{key}: {_brief(part)}" for key, part in nest["dict"]) + "}"
-        if "tuple" in nest:
-            return "(" + ", ".join(map(_brief, nest["tuple"])) + ")"
-    return str(nest)
 
 
 def _check_same_rows(stored: StoredChunk, chunks: Sequence[Chunk], directory: Path) -> None:

@@ -236,9 +236,9 @@ def test_results_of_other_weights_are_refused(in_place: bool, tmp_path: Path) ->
     partial = mapper.reduce(DATA, "sum", tmp_path / "sum")
     weights.assign([3.0, 2.0])
     with untouched(tmp_path):
-        with pytest.raises(JournalError, match=r"captured variable 0 of float32\(2,\) differs"):
+        with pytest.raises(JournalError, match=r"variable 0 float32\(2,\) differs"):
             mapper.write(DATA, tmp_path, trust_function=True)
-        with pytest.raises(JournalError, match=r"captured variable 0 of float32\(2,\) differs"):
+        with pytest.raises(JournalError, match=r"variable 0 float32\(2,\) differs"):
             mapper.reduce(DATA, "sum", tmp_path / "sum")
     weights.assign([1.0, 2.0])
     np.testing.assert_array_equal(mapper.write(DATA, tmp_path).load(), DATA)

@@ -247,14 +247,14 @@ def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     others: list[tuple[str, Counted, dict[str, Any]]] = [
         ("other data: rows 40 to 43 were not the same", Counted(_triple, other_data), {}),
         (
-            r"results of fn were int64 \[None\] there, and are float32",
+            r"results was {'dense': 'int64', 'shape': \[None\]} there, and is {'dense': 'float32'",
             Counted(_triple, DATA.astype(np.float32)),
             {},
         ),
-        (r"another call.*the rows were int64 \[None\] there, and are \(int64", Counted(_triple, (DATA,)), {}),
+        (r"another call.*inputs was {'dense': 'int64'.* there, and is {'tuple'", Counted(_triple, (DATA,)), {}),
         ("another call.*batch_size was 4 there, and is 8 now", Counted(_triple, batch_size=8), {}),
         ("another call.*batched was False there", Counted(_triple, batched=True), {}),
-        ("another call.*the results of fn were int64", Counted(lambda row: (row, row)), trusted),
+        ("another call.*results was {'dense': 'int64'", Counted(lambda row: (row, row)), trusted),
         ("another call.*seed was", Counted(lambda row, seed: row, seed=1), trusted),
     ]
     for message, counted, options in others:
