@@ -25,7 +25,7 @@ from devicemap.data.rows import HOST, Rows, as_rows, first_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import rows_in_memory
 from devicemap.data.structure import as_objects
-from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
+from devicemap.devices import choose_devices, is_out_of_memory, list_devices, peak_bytes
 from devicemap.errors import DataError, OptionError, error_text, warn_user
 from devicemap.events import short_name
 from devicemap.options import check_count
@@ -113,7 +113,7 @@ def benchmark(
     rows = rows_in_memory(data, program.options, max_rows or usual_rows)
     count, step = rows.count or 0, len(names)
     described = {device.name: device for device in list_devices()}
-    uncounted = [short_name(name) for name in names if _peak_bytes(name) is None]
+    uncounted = [short_name(name) for name in names if peak_bytes(name) is None]
     reason = f"TensorFlow does not count the memory of {', '.join(uncounted)}" if uncounted else None
     result = BenchmarkResult(fn.name if model else program.name, tuple(described[n] for n in names), no_memory=reason)
     calls = _calls_of_model(fn, names[0], rows.specs) if model else {}
@@ -182,7 +182,7 @@ def _measure(m: Measurement, call: Callable[[], None], counted: Sequence[str]) -
         if m.mode in ("all devices", "batch") and not is_out_of_memory(error):
             raise
         return replace(m, error=error_text(error))
-    peaks = tuple(_peak_bytes(name) or 0 for name in counted) or None
+    peaks = tuple(peak_bytes(name) or 0 for name in counted) or None
     return replace(m, first_call_seconds=first, seconds=seconds, peak_memory_bytes=peaks)
 
 
@@ -272,11 +272,3 @@ def _repeated(rows: Rows, count: int) -> Rows:
     times = math.ceil(count / (rows.count or 1))
     with tf.device(HOST):
         return as_rows(tf.nest.map_structure(lambda leaf: take_rows(join([leaf] * times), 0, count), rows.structure))
-
-
-def _peak_bytes(device: str) -> int | None:
-    """Return the peak memory of a device since the last reset; `None` if TensorFlow does not count it."""
-    try:
-        return None if kind_of(device) == "CPU" else int(tf.config.experimental.get_memory_info(device)["peak"])
-    except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
-        return None

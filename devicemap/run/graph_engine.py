@@ -21,12 +21,13 @@ from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
 from devicemap.compile.returned import check_row_counts, with_static_rows
-from devicemap.data.rows import HOST, Rows, count_rows, take_rows
+from devicemap.data.rows import HOST, Rows, count_rows
 from devicemap.data.shards import check_inner_shapes
+from devicemap.data.sources import Chunk
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
-from devicemap.run.retries import AGAIN_SECONDS, failing_row, is_of_the_row
+from devicemap.run.retries import AGAIN_SECONDS, failing_row
 
 
 @dataclass(frozen=True)
@@ -155,16 +156,14 @@ def _locate(
     if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
         return program.located_error(error, shards), error
     cancellation = Cancellation()
-    functions = compiled.chunk_functions(cancellation)
+    functions, every = compiled.chunk_functions(cancellation), Chunk(0, shards[-1].stop, tuple(leaves))
     found: dict[Shard, tuple[BaseException, Shard]] = {}
 
     def run_on(shard: Shard) -> Any:
         function = functions[shard.device]()
 
         def run(start: int, stop: int) -> Any:
-            with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU
-                rows = [take_rows(leaf, start, stop) for leaf in leaves]
-            return function(*compiled.flat(rows))
+            return function(*compiled.flat(every.cut(start, stop).leaves))
 
         try:
             return run(shard.start, shard.stop)
@@ -172,7 +171,7 @@ def _locate(
             raise
         except Exception as failure:
             found[shard] = failure, shard
-            if repeats_rows and is_of_the_row(failure) and not is_out_of_memory(failure):
+            if repeats_rows:
                 found[shard] = failure, failing_row(run, shard, failure)
             raise
 

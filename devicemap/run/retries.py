@@ -89,7 +89,9 @@ def is_of_the_row(error: BaseException) -> bool:
 
 
 def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseException) -> Shard:
-    """Find the row for which `run(start, stop)` raises this class of error, by halving; return `shard` if there is none.
+    """Find the row for which `run(start, stop)` raises this class of error, by halving.
+
+    Returns `shard` if there is none, and for errors that do not depend on one row.
 
     >>> rows = Shard("CPU:0", 0, 100)
     >>> failing_row(lambda start, stop: [1 / (6 - row) for row in range(start, stop)], rows, ZeroDivisionError())
@@ -103,6 +105,8 @@ def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseExce
             return True
         return False
 
+    if is_out_of_memory(error) or not is_of_the_row(error):
+        return shard
     start, stop = shard.start, shard.stop
     try:
         while stop - start > 1:

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.runtime import allocator_bytes
 from devicemap.data.sources import Source
-from devicemap.devices import kind_of
+from devicemap.devices import peak_bytes
 from devicemap.errors import add_note
 from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
@@ -193,7 +193,7 @@ class Scheduler:
         state.running += 1
         state.throughput = state.throughput.taking(queued.chunk.count)
         if not state.threads:
-            state.peak_before = peak_share(name) or 0.0
+            state.peak_before = _peak_share(name)
         limit = state.throughput.limit
         state.queue.put(queued if queued.limit == limit else replace(queued, limit=limit))
         if len(state.threads) < state.running:
@@ -215,7 +215,7 @@ class Scheduler:
 
     def _finish(self, message: Finished) -> None:
         state, started, ended = self._devices[message.device], message.started, message.ended
-        peak = peak_share(message.device) or 0.0
+        peak = _peak_share(message.device)
         state.throughput = state.throughput.finishing(
             message.queued.chunk.count,
             ended - max(started, state.busy_since),
@@ -272,18 +272,11 @@ class Scheduler:
             raise self._call.describe(error, queued.tried)
 
 
-def peak_share(device: str) -> float | None:
-    """Return the peak memory use of a device divided by its memory, or `None` if it does not report both, like CPUs.
-
-    >>> peak_share("/device:CPU:0")
-    """
-    memory = None if kind_of(device) == "CPU" or is_remote(device) else _memory_bytes().get(device)
-    if not memory:
-        return None
-    try:
-        return float(tf.config.experimental.get_memory_info(device)["peak"] / memory)
-    except (ValueError, tf.errors.OpError):  # this kind of device keeps no statistics
-        return None
+def _peak_share(device: str) -> float:
+    """Return the peak memory use of a device divided by its memory; 0 if it does not report both, like CPUs."""
+    peak = peak_bytes(device)
+    memory = _memory_bytes().get(device) if peak else None
+    return peak / memory if peak and memory else 0.0
 
 
 _memory_bytes = cache(allocator_bytes)

@@ -22,7 +22,7 @@ from devicemap.events import (
     RowFailed,
     Shard,
 )
-from devicemap.run.retries import AGAIN_SECONDS, RetryAction, failing_row, is_of_the_row, retry_action, skip_action
+from devicemap.run.retries import AGAIN_SECONDS, RetryAction, failing_row, retry_action, skip_action
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
             match action:
                 case RetryAction.RAISE:
                     soon = call.now() - started < AGAIN_SECONDS
-                    if call.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
+                    if call.locates and soon:
                         shard = failing_row(partial(_run_rows, run, rows), shard, error)
                     call.fail(call.describe(error, (*queued.tried, shard)))
                     return
