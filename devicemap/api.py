@@ -179,7 +179,7 @@ class DeviceMap:
 
     def _take(self, program: Program, warns_of_rows: bool = False) -> None:
         self._program = program
-        self._observers = Observers(program.name, program.options, program.gpus, warns_of_rows)
+        self._observers = Observers(program, warns_of_rows)
         self._mapper = Mapper(program, self._observers)
 
     def __reduce__(self) -> tuple[Any, ...]:

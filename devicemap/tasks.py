@@ -110,16 +110,8 @@ def parallel_tasks(
     return call.run(choose_devices(devices))
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A message of a worker: a task ended with a result or an error."""
-
-    shard: Shard
-    """The number of the item, and the device."""
-
-    started_seconds: float
-    result: Any
-    error: BaseException | None
+_Ended = tuple[Shard, float, Any, BaseException | None]
+"""A message of a worker: the number of an item with the device, when the task started, and its result or error."""
 
 
 @dataclass
@@ -189,7 +181,7 @@ class _Call:
                     result = self.fn(self.items[shard.start], **keywords)
             except BaseException as raised:  # SystemExit also ends the call
                 error = raised
-            self._ended.put(_Ended(shard, started, result, error))
+            self._ended.put((shard, started, result, error))
             del result, error
         del self  # the tracebacks of skipped errors refer to this frame, and would keep all items alive
 
@@ -200,11 +192,11 @@ class _Call:
         for device in self._queues:
             self._start_next(device)
         while self._running:
-            ended: _Ended = receive(self._ended)
+            shard, started, result, error = receive(self._ended)
             self._running -= 1
-            shard, number, started, error = ended.shard, ended.shard.start, ended.started_seconds, ended.error
+            number = shard.start
             if error is None:
-                results[number] = ended.result
+                results[number] = result
                 self.observe(ChunkFinished(self._now(), shard, started))
             else:
                 self.observe(ChunkFailed(self._now(), shard, started, error))
@@ -220,7 +212,7 @@ class _Call:
                 else:
                     first = _with_note(error, shard, self.items[number])
                     self._waiting.clear()
-            del ended, error  # the traceback refers to objects of the task
+            del result, error  # the traceback refers to objects of the task
             self._start_next(shard.device)
         try:
             if first is not None:

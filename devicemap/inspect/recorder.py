@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from devicemap.compile.compiled import CompiledMap
+from devicemap.compile.program import Program
 from devicemap.errors import error_text, warn_user
 from devicemap.events import (
     CallFinished,
@@ -36,10 +37,10 @@ from devicemap.events import (
 )
 from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.report import DeviceReport, Report, Span
-from devicemap.options import Options
-from devicemap.run.graph_engine import CallObservers, GraphRun
+from devicemap.run.graph_engine import CallObservers
 
 _Observer = Callable[[Event], object]
+_Events = Callable[[], Iterable[Event]]
 
 _KEPT_SPANS = 10_000
 """The most spans in a report, which bounds its memory for an endless stream."""
@@ -145,9 +146,10 @@ class Recorder:
 class Observers(CallObservers):
     """The observers that the options of a map request."""
 
-    def __init__(self, name: str, options: Options, gpus: Mapping[str, int], warns_of_rows: bool = False):
-        """`gpus` is as for `GpuUsage`. `warns_of_rows`: whether calls warn of failed rows, because there is no report."""
-        self._name, self._options, self._gpus, self._warns_of_rows = name, options, gpus, warns_of_rows
+    def __init__(self, program: Program, warns_of_rows: bool = False):
+        """`warns_of_rows`: whether calls warn of failed rows, because there is no report."""
+        self._name, self._progress, self._gpus = program.name, program.options.progress, program.gpus
+        self._warns_of_rows = warns_of_rows
         self._last: Callable[[], Report] | None = None
 
     def report(self) -> Report | None:
@@ -157,15 +159,15 @@ class Observers(CallObservers):
     @contextmanager
     def of_graph(
         self, rows: int, devices: Sequence[str], compiled: CompiledMap
-    ) -> Iterator[Callable[[GraphRun], object]]:
-        """Yield a callable that takes the times of the graph. Only observers of the user see events during the call."""
+    ) -> Iterator[Callable[[_Events], object]]:
+        """Yield a callable that takes the events of the graph. Only observers of the user see events during the call."""
         facts, observers = self._facts("one graph", compiled), self._observers()
         facts["in_turn"] = compiled.traced.audit.ordered and len(devices) > 1
-        started, runs, error = CallStarted(0.0, rows, tuple(devices)), list[GraphRun](), None
+        started, made, error = CallStarted(0.0, rows, tuple(devices)), list[_Events](), None
         began = time.perf_counter()
         try:
             _notify(observers, started)
-            yield runs.append
+            yield made.append
         except BaseException as raised:
             error = raised
             raise
@@ -173,9 +175,9 @@ class Observers(CallObservers):
             seconds = time.perf_counter() - began
             # The report must not keep the error alive, whose traceback refers to tensors.
             text = None if error is None else error_text(error)
-            self._last = partial(_report_of_graph, facts, started, runs, seconds, text)
+            self._last = partial(_report_of_graph, facts, started, made, seconds, text)
             if observers:
-                _notify(observers, *(event for run in runs for event in run.events()), CallFinished(seconds, error))
+                _notify(observers, *(event for events in made for event in events()), CallFinished(seconds, error))
             error = None
 
     @contextmanager
@@ -199,15 +201,15 @@ class Observers(CallObservers):
 
     def _observers(self) -> tuple[_Observer, ...]:
         """Return the observers besides the recorder."""
-        progress = self._options.progress
+        progress = self._progress
         return (ProgressBar(self._name),) if progress is True else (progress,) if callable(progress) else ()
 
 
 def _report_of_graph(
-    facts: dict[str, Any], started: CallStarted, runs: Sequence[GraphRun], seconds: float, error: str | None
+    facts: dict[str, Any], started: CallStarted, made: Sequence[_Events], seconds: float, error: str | None
 ) -> Report:
     recorder = Recorder({}, **facts)
-    _notify([recorder], started, *(event for run in runs for event in run.events()), CallFinished(seconds, None))
+    _notify([recorder], started, *(event for events in made for event in events()), CallFinished(seconds, None))
     return replace(recorder.report(), error=error)
 
 

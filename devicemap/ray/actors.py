@@ -64,7 +64,7 @@ def pickled(value: Any) -> bytes:
 def _reducing(fn: Callable[..., Any], reducer: Any, options: dict[str, Any]) -> Callable[[Any], Any]:
     """Return a function that reduces rows to one pickled state."""
     program = Program(fn, options)
-    return Mapper(program.reducing(_Unfinished(reducer)), Observers(program.name, program.options, program.gpus)).run
+    return Mapper(program.reducing(_Unfinished(reducer)), Observers(program)).run
 
 
 class _Unfinished(Reduction):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,38 +29,23 @@ from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
 from devicemap.run.retries import AGAIN_SECONDS, failing_row
 
 
-@dataclass(frozen=True)
-class GraphRun:
-    """Times of one execution of a graph."""
+def shard_events(
+    shards: Sequence[Shard], began: float, seconds: float, in_turn: bool, arrivals: Any
+) -> list[ChunkStarted | ChunkFinished]:
+    """Return the start and the end of each shard of a graph that ran for `seconds`, sorted by time.
 
-    shards: Sequence[Shard]
-    """In the order of rows."""
-
-    began: float
-    """In seconds since the epoch."""
-
-    seconds: float
-
-    in_turn: bool = False
-    """Whether each shard waited for the previous one."""
-
-    arrivals: Any = None
-    """The time at which the results of each shard arrived: float64 `[shards]` or longer, in seconds since the epoch. `None`
-    for one shard, or without clocks."""
-
-    def events(self) -> list[Event]:
-        """Return the start and the end of each shard, sorted by time."""
-        ended = [self.seconds] * len(self.shards)
-        if self.arrivals is not None:  # clipped, because the system clock may be set during the call
-            ended = np.clip(np.asarray(self.arrivals)[: len(self.shards)] - self.began, 0.0, self.seconds).tolist()
-        started = [0.0] * len(self.shards)
-        if self.in_turn and self.arrivals is not None:
+    `arrivals`: the time at which the results of each shard arrived, float64 `[shards]` or longer, in seconds since the epoch
+    like `began`; `None` for one shard, or without clocks. `in_turn`: whether each shard waited for the previous one.
+    """
+    started, ended = [0.0] * len(shards), [seconds] * len(shards)
+    if arrivals is not None:  # clipped, because the system clock may be set during the call
+        ended = np.clip(np.asarray(arrivals)[: len(shards)] - began, 0.0, seconds).tolist()
+        if in_turn:
             ended = np.maximum.accumulate(ended).tolist()
             started = [0.0, *ended[:-1]]
-        events: list[Event] = []
-        for shard, start, end in zip(self.shards, started, ended):
-            events += [ChunkStarted(start, shard, 0.0), ChunkFinished(end, shard, start)]
-        return sorted(events, key=lambda event: event.seconds)  # stable: a start stays before its end
+    parts = zip(shards, started, ended)
+    events = [event for s, a, b in parts for event in (ChunkStarted(a, s, 0.0), ChunkFinished(b, s, a))]
+    return sorted(events, key=lambda event: event.seconds)  # stable: a start stays before its end
 
 
 class CallObservers:
@@ -72,10 +56,10 @@ class CallObservers:
 
     def of_graph(
         self, rows: int, devices: Sequence[str], compiled: CompiledMap
-    ) -> AbstractContextManager[Callable[[GraphRun], object]]:
-        """Return the context of a call of `compiled` in one graph; its value takes the times of the graph."""
+    ) -> AbstractContextManager[Callable[[Callable[[], Iterable[Event]]], object]]:
+        """Return the context of a call of `compiled` in one graph; its value takes a function that returns its events."""
         compiled.take_traces()
-        return nullcontext(lambda run: None)
+        return nullcontext(lambda events: None)
 
     def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
         """Return the context of a call of `compiled` in chunks; its value takes each event, one at a time."""
@@ -131,7 +115,7 @@ def run_graph(
             raise located from cause
         if count:
             ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
-            finished(GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends))
+            finished(partial(shard_events, shards, began_at, seconds, compiled.traced.audit.ordered, ends))
         if count and compiled.traced.counts_rows:
             check_row_counts(results, returned, shards)
     return compiled.pack(results)

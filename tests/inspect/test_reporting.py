@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import devicemap
 from devicemap.inspect.render import text_of
-from devicemap.run.graph_engine import GraphRun
+from devicemap.run.graph_engine import shard_events
 from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkStarted, DeviceLost, Event, Report, Shard
 
 MANY = history(
@@ -191,8 +191,8 @@ ARRIVALS = [
 def test_clocks_in_one_graph(in_turn: bool, at: list[float], spans: list[tuple[float, float]]) -> None:
     shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(3)]
     arrivals = tf.constant([1000.0 + second for second in at] + [0.0], tf.float64)  # of one device more
-    run = GraphRun(shards, 1000.0, 4.0, in_turn, arrivals)
-    events = [CallStarted(0.0, 6, tuple(shard.device for shard in shards)), *run.events(), CallFinished(4.0, None)]
+    of_shards = shard_events(shards, 1000.0, 4.0, in_turn, arrivals)
+    events = [CallStarted(0.0, 6, tuple(shard.device for shard in shards)), *of_shards, CallFinished(4.0, None)]
     report = report_of(events, "one graph", in_turn=in_turn)
     found = {span.shard: (span.started_seconds, span.finished_seconds) for span in report.spans}
     assert found == dict(zip(shards, spans))
