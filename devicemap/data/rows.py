@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.data.structure import freeze, map_nest, nodes_of
+from devicemap.data.structure import freeze, map_nest
 from devicemap.errors import DataError
 
 HOST = "/device:CPU:0"
@@ -72,27 +72,23 @@ def as_rows(data: Any, or_specs: bool = False) -> Rows:
 
     with tf.device(HOST):
         structure = map_nest(converted, data, "data")
-    for node in nodes_of(structure):
-        try:
-            hash(node.key)
-        except TypeError as error:
-            raise DataError(
-                f"data holds {node!r}, whose metadata {node.static!r} is not hashable ({error}); __tf_flatten__ must give "
-                "tensors as components, and values that are the same for all rows as hashable metadata"
-            ) from error
-    try:
-        leaves = tuple(tf.nest.flatten(structure))
-    except TypeError as error:
-        raise DataError(f"data holds a dict whose keys cannot be sorted ({error}); use keys of one type") from error
-    if not leaves:
-        raise DataError(f"data is {data!r}, a nest without leaves; expected at least one tensor to map over")
     known = {count for count in counts.values() if count is not None}
+    try:
+        rows = Rows(structure, tuple(tf.nest.flatten(structure)), next(iter(known), None))
+        hash(rows.key)
+    except TypeError as error:
+        raise DataError(
+            f"data is a nest that TensorFlow cannot sort or compare ({error}); use keys of one type in dicts, and hashable "
+            "metadata in __tf_flatten__"
+        ) from error
+    if not rows.leaves:
+        raise DataError(f"data is {data!r}, a nest without leaves; expected at least one tensor to map over")
     if len(known) > 1:
         lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
         raise DataError(
             f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
         )
-    return Rows(structure, leaves, known.pop() if known else None)
+    return rows
 
 
 def structure_key(nest: Any) -> Any:
@@ -134,9 +130,8 @@ def empty_rows(spec: Any) -> Any:
     inner = [] if spec.shape.rank is None else [d or 0 for d in spec.shape[1:].as_list()]
     if isinstance(spec, tf.RaggedTensorSpec):
         values = tf.constant([], spec.dtype, [0, *inner[spec.ragged_rank :]])
-        for _ in range(spec.ragged_rank):
-            values = tf.RaggedTensor.from_row_splits(values, tf.zeros([1], spec.row_splits_dtype), validate=False)
-        return values
+        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False)
     if isinstance(spec, tf.SparseTensorSpec):
         dense_shape = tf.constant([0, *inner], tf.int64)
         return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), tf.constant([], spec.dtype, [0]), dense_shape)

@@ -18,14 +18,6 @@ def as_dataset(stream: Callable[[], Iterator[Any]], spec: Any, count: int | None
     stream weakly, and the variant tensor of the dataset owns the stream. Datasets, iterators and functions that derive from
     the dataset keep this tensor.
     """
-    dataset = tf.data.Dataset.from_generator(_weakly(stream), output_signature=spec)
-    if count is not None:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
-    tf.data.experimental.to_variant(dataset)._devicemap_stream = stream
-    return dataset
-
-
-def _weakly(stream: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
     reference = weakref.ref(stream)
 
     def generate() -> Iterator[Any]:
@@ -37,4 +29,8 @@ def _weakly(stream: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
             )
         return known()
 
-    return generate
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    if count is not None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
+    tf.data.experimental.to_variant(dataset)._devicemap_stream = stream
+    return dataset

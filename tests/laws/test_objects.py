@@ -228,7 +228,7 @@ def test_an_extension_type_that_cannot_hold_rows(way: Options) -> None:
         (Scaled([1], X[:1]), None),
         (
             Scaled(np.ones(2), X),
-            r"^data holds Scaled\(.*, whose metadata .* is not hashable \(.*__tf_flatten__ must give",
+            r"^data is a nest that TensorFlow cannot .* hashable metadata in __tf_flatten__",
         ),
         (Pair(X, "text"), r"^data\.y is 'text'; expected a tensor"),
     ],
