@@ -57,21 +57,14 @@ class Input:
 
 
 def load_object(name: str) -> Any:
-    """Return the object `MODULE:NAME`. Modules in the current directory are found first, as by `python -m`."""
+    """Return the object `MODULE:NAME` or `FILE.py:NAME`. The current directory is searched first, as by `python -m`."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(os.path.normpath(name).replace(".py:", ":").replace("/", "."))
     except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
-        module = os.path.relpath(name).replace(".py:", ":").replace("/", ".")
-        advice = ""
-        if module.startswith(".."):
-            advice = "; MODULE is found from the current directory and PYTHONPATH"
-        elif ".py:" in name:
-            advice = f"; use {module}"
-        elif ":" not in name:
-            advice = "; expected MODULE:FUNCTION"
-        raise OptionError(f"{name}: {type(error).__name__}: {error}{advice}") from error
+        advice = "expected MODULE:FUNCTION, found from the current directory and PYTHONPATH"
+        raise OptionError(f"{name}: {type(error).__name__}: {error}; {advice}") from error
     if isinstance(found, ModuleType):
         raise OptionError(f"{name} is a module; expected MODULE:FUNCTION")
     return found
