@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -42,8 +42,6 @@ _NO_EFFECTS = frozenset(
     "StatefulPartitionedCall StatelessRandomGetAlg Timestamp While".split()
 )
 """Ops that TensorFlow registers as stateful, but that change nothing. They check, read, draw numbers or call functions."""
-
-_GATHERS = frozenset("ResourceGather ResourceGatherNd".split())
 
 
 class Treatment(Enum):
@@ -85,15 +83,9 @@ class Audit:
     gradient_needs_variants: bool = False
     """Whether its gradient needs TensorLists of loops or optionals of branches, which XLA does not pass on."""
 
-    reads_again: bool = False
-    """Whether it reads a variable more than once, or gathers from one."""
-
     gathers_nd: bool = False
     """Whether it calls `tf.gather_nd` of a variable, whose shape TensorFlow then needs. Handles of replicas inside of functions
     lack it (test_same_answer)."""
-
-    calls_xla: bool = False
-    """Whether it calls a function that XLA compiles, whose variables have to be on its device."""
 
     python_ops: tuple[str, ...] = ()
     """Types of its ops that call Python functions."""
@@ -138,7 +130,6 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     graph = GraphWalker(concrete)
     captured = concrete.captured_inputs
     arguments = graph.root.arguments[len(graph.root.arguments) - len(captured) :]
-    resources = [argument for tensor, argument in zip(captured, arguments) if tensor.dtype == tf.resource]
     staying = {id(variable.handle) for variable in in_place}
     types = graph.op_types()
     bodies = list(graph.bodies())
@@ -146,7 +137,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     random = [node for node in nodes if {"seed", "seed2"} <= {*node.attr}]
     return Audit(
         treatments=tuple(
-            _treatment(concrete, tensor, {*graph.uses(argument)}, staying) if argument in resources else None
+            _treatment(concrete, tensor, {*graph.uses(argument)}, staying) if tensor.dtype == tf.resource else None
             for tensor, argument in zip(captured, arguments)
         ),
         random_ops=tuple(sorted({node.op for node in random})),
@@ -156,9 +147,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
         loops=bool(types & _LOOPS),
         gradient_needs_variants=bool(types & (_LOOPS | BRANCHES)),
-        reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
         gathers_nd="ResourceGatherNd" in types,
-        calls_xla=any("_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b for node in nodes),
         python_ops=tuple(sorted(types & _PYTHON)),
         pinned=any(map(_is_pinned, nodes)),
         colocated=any(map(_is_colocated_with_argument, bodies)),
@@ -214,11 +203,6 @@ def _has_effects(op: str) -> bool:
         return False
     types = {argument.type for argument in (*definition.input_arg, *definition.output_arg)}
     return types.isdisjoint({tf.resource.as_datatype_enum, tf.variant.as_datatype_enum})
-
-
-def _is_read_again(ops: Sequence[str]) -> bool:
-    """Return whether ops of these types read a variable more than once. A gather counts, because it may read any row."""
-    return len(ops) > 1 or not _GATHERS.isdisjoint(ops)
 
 
 def _is_pinned(node: Any) -> bool:

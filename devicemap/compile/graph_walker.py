@@ -93,24 +93,19 @@ class GraphWalker:
         """Return the types of all ops except calls."""
         return {node.op for body in self.bodies() for node in body.nodes.values()} - {*self._library}
 
-    def uses(self, argument: str, live: bool = False, body: FunctionBody | None = None) -> Iterator[str]:
-        """Yield the types of the ops that take an argument of the graph, also in functions to which it is passed.
-
-        `live`: only of ops that results and effects need.
-        """
+    def uses(self, argument: str, body: FunctionBody | None = None) -> Iterator[str]:
+        """Yield the types of the ops that take an argument of the graph, also in functions to which it is passed."""
         body = body or self.root
         for node, index in body.consumers.get(argument, ()):
-            if live and node.name not in body.live:
-                continue
             called = self.called_by(node)
             if node.op in _ALIASES:
-                yield from self.uses(_tensor_name(f"{node.name}:{index}"), live, body)
+                yield from self.uses(_tensor_name(f"{node.name}:{index}"), body)
             elif not called:
                 yield node.op
             for function in called:
                 argument_index = index - (node.op in BRANCHES)
                 if 0 <= argument_index < len(function.arguments):
-                    yield from self.uses(function.arguments[argument_index], live, function)
+                    yield from self.uses(function.arguments[argument_index], function)
 
 
 def called_names(node: Any) -> list[str]:

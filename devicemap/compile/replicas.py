@@ -1,10 +1,10 @@
 """The replicas that slots capture instead of variables and tensors on other devices.
 
-A function that reads a variable of another device fetches it at each read, and in each step of a loop. So a call may create
-a replica on the device of the slot, a temporary variable. `copies_variables` decides which graphs use replicas. Variables in
-`in_place` and state that `fn` writes have no replicas. Seeds that a call advances differ between slots. A captured tensor never
-changes. Each device gets it once for all calls, or once per call if gradients go through it. Values are sent along trees, and
-another host gets a value once.
+A function that reads a variable of another device fetches it at each read, and in each step of a loop. So a call creates a
+replica on the device of the slot, a temporary variable. Variables in `in_place` and state that `fn` writes have no replicas,
+nor have variables in graphs that XLA or pfor rewrites, because both lack assignments. Seeds that a call advances differ
+between slots. A captured tensor never changes. Each device gets it once for all calls, or once per call if gradients go
+through it. Values are sent along trees, and another host gets a value once.
 
 TensorFlow has no gradients of loops that create variables for inner loops. So if `fn` has a loop, calls of a map inside of
 `tf.function`s share its replicas. If several threads call such functions while a variable changes, one may read an old value.
@@ -32,30 +32,10 @@ from devicemap.compile.transfers import send_along_tree, sent_together
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
-from devicemap.hosts import host_of, is_remote
+from devicemap.hosts import host_of
 
 _IN_HOST_MEMORY = tf.int32, tf.string
 """Dtypes of variables that TensorFlow keeps on a CPU, also if a program has GPUs."""
-
-
-def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
-    """Return whether slots read replicas of captured variables.
-
-    They do if a variable would otherwise be sent more than once per call: to chunks, loops, gathers, backward passes, compiled
-    functions and other hosts. They cannot if XLA or pfor rewrites the graph as a part of another function, because both lack
-    assignments. They cannot if an op of `fn` requests a device, or needs the shape of a variable, either.
-    """
-    audit = traced.audit
-    if (
-        spec.engine is Engine.REWRITTEN
-        or audit.pinned
-        or audit.gathers_nd
-        or (spec.differentiable and not holds_gradients())
-    ):
-        return False
-    again = audit.loops or audit.reads_again or audit.calls_xla or spec.engine is Engine.CHUNKS
-    far = any(map(is_remote, [*slots, *(capture.device for capture in traced.captures)]))
-    return again or (spec.differentiable and len(slots) > 1) or far or traced.with_xla is not None
 
 
 class Replicas:
@@ -82,12 +62,14 @@ class Replicas:
                 read[capture.ref()] = variable
             else:
                 stay.append(capture.device)
-        copied = copies_variables(spec, traced, slots)
+        # Ops that request a device, or need the shape of a variable, take no replica. Gradients must reach the variable.
+        audit, redirects = traced.audit, holds_gradients() or not spec.differentiable
+        copied = redirects and not (spec.engine is Engine.REWRITTEN or audit.pinned or audit.gathers_nd)
         if not copied:
             stay += [variable.device for variable in read.values()]
         # The placer puts all resources of a loop on one device if the loop keeps intermediate results for its gradient. Then
         # no variable is copied, and the seeds of all slots are on that device (test_dropout_beside_a_counter_in_a_loop).
-        self._loops = traced.audit.loops
+        self._loops = audit.loops
         self._loop_home = stay[0] if stay and spec.differentiable and self._loops else None
         self._copied = read if copied and not self._loop_home else {}
         self._lookups = lookups_in(traced.concrete, traced.seeds) if spec.differentiable else {}
