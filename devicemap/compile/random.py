@@ -12,7 +12,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ _DEFAULT = 87654321  # TensorFlow mixes it with the seed of an op if there is no
 
 _lock = threading.Lock()
 _numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
+
+_GENERATORS = random.Random, np.random.RandomState, np.random.Generator
+"""Classes whose objects are pickled with their states."""
 
 Stream = tuple[int, int]
 """The number of a function and the number of a trace, which identify a stream of random numbers."""
@@ -61,30 +64,16 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
 
     Other generators are left out, because other threads may draw from them while `fn` is traced.
     """
-    getters: list[Callable[[], Any]] = []
+    found: list[Any] = []
     for value in values_in(fn):
-        with contextlib.suppress(Exception):  # proxies run the user's code for any attribute
-            getters.extend(_getters_of(value))
-
-    def states() -> bytes:
-        return pickle.dumps([getter() for getter in getters])
-
-    return states
-
-
-def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
-    """Yield a function that reads the state of a generator, or of the generator of a module or method."""
-    source = getattr(value, "__self__", value)  # of a method, its object
-    if source is random:
-        yield random.getstate
-    elif source is np.random:
-        yield np.random.get_state
-    elif isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
-        yield source.getstate
-    elif isinstance(source, np.random.RandomState):
-        yield source.get_state
-    elif isinstance(source, np.random.Generator):
-        yield partial(getattr, source.bit_generator, "state")
+        with contextlib.suppress(
+            Exception
+        ):  # proxies run the user's code for any attribute; some generators have no state
+            source = value.random if value is random or value is np.random else value
+            source = getattr(source, "__self__", source)  # of a method, its object
+            if isinstance(source, _GENERATORS) and pickle.dumps(source):
+                found.append(source)
+    return lambda: pickle.dumps(found)
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
