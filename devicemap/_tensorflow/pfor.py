@@ -8,7 +8,6 @@ all rows. It returns results in the same form.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -56,28 +55,9 @@ class NotVectorizableError(Exception):
         self.remedies = remedies
 
 
-@functools.cache
-def _asks_ops() -> bool:
-    """Whether TensorFlow uses the converter of an op. Otherwise, devicemap cannot check that ops are in the table."""
-    asked = []
-
-    def convert(given: Any) -> Any:
-        asked.append(given)
-        return given.input(0)
-
-    def run(row: Any) -> Any:
-        same = tf.identity(row)
-        same.op.pfor_converter = convert
-        return same
-
-    with tf.device(None):
-        tf.function(lambda rows: tf.vectorized_map(run, rows)).get_concrete_function(tf.TensorSpec([2]))
-    return bool(asked)
-
-
 def checks_ops() -> bool:
     """Whether `convert_by` checks each op. Otherwise, `tf.vectorized_map` vectorises without checks."""
-    return usable(pfor, _func_graph) and _asks_ops()
+    return usable(pfor, _func_graph)
 
 
 def of_all_rows(concrete: Any, leaves: Sequence[Any]) -> list[Any]:

@@ -38,6 +38,8 @@ from devicemap.options import Options
 
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
 
+_HIDDEN = "this TensorFlow lacks non-public names that devicemap needs to check each op"
+
 _FORCE = "pass vectorize=True, and compare the results with DeviceMap.verify"
 _REPLACE = "use another op there"
 _BATCH = "pass batched=True and a fn of a whole batch"
@@ -147,13 +149,13 @@ class _Vectorizer:
 
     def __init__(self, force: bool, own: Collection[Any]):
         """`own`: the graphs that were traced for the function of one row."""
-        self._force, self._own = force, own
+        self._force, self._own, self._asked = force, own, False
         self.calls = RowCalls()
         self.failure: _NotVectorizedError | None = None
         """Why an op can run neither way. pfor replaces the error itself if it fails to log an op of a SavedModel."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
-        op = given.op
+        op, self._asked = given.op, True
         if results := self.calls.results(given):
             return results
         before = next((result.call for each in given.inputs if (result := result_of(each.t))), None)
@@ -205,7 +207,12 @@ class _Vectorizer:
         ]
 
     def check(self, vectorized: Any, row_fn: Any) -> None:
-        """Raise `_NotVectorizedError` if results of unknown shape are needed for all rows, or loops over rows save no time."""
+        """Raise `_NotVectorizedError` unless the vectorised function is right, and its loops over rows save time.
+
+        Results of unknown shape must not be needed for all rows, and pfor must have asked this object for each op.
+        """
+        if not (self._asked or self._force):
+            raise _NotVectorizedError(_HIDDEN, _FORCE)
         if self.calls.unstacked is None:
             others = self.calls.loops[1:]  # one loop over rows is needed in any case
             if others and is_short(row_fn) and not saves_time(others, row_fn):
@@ -243,8 +250,7 @@ def _parts_rows(vectorized: Any) -> bool:
 def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, signature: Sequence[Any]) -> None:
     """Raise `_NotVectorizedError` if the function as a whole cannot be vectorised."""
     if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
-        hidden = "this TensorFlow lacks non-public names that devicemap needs to check each op"
-        raise _NotVectorizedError(hidden, _FORCE)
+        raise _NotVectorizedError(_HIDDEN, _FORCE)
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
         raise _NotVectorizedError("the rows of the data are sparse, or may differ in shape")
     if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
