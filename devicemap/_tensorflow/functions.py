@@ -169,6 +169,17 @@ def functions_by_name(graph: Any) -> dict[str, Any]:
     return {name: each for name, each in graphs.items() if each is not None}  # functions of TensorFlow 1 have none
 
 
+def reached(start: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
+    """Return these nodes of a graph of any kind, those that follow them, and so on, each once."""
+    found, pending = dict[Any, None](), [*start]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found[node] = None
+            pending += following(node)
+    return [*found]
+
+
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 """Graphs that `own_graphs` found. Later traces in `tracing_again` with the same key share them."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, usable, with_fallback
-from devicemap._tensorflow.functions import functions_by_name
+from devicemap._tensorflow.functions import functions_by_name, reached
 from devicemap._tensorflow.gradients import _operations, _registry, _resources
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
@@ -175,30 +175,20 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
     `known`: the same of the functions that it calls, by name.
     """
     functions = functions_by_name(graph)
-    inputs = {tensor.ref(): i for i, tensor in enumerate(graph.inputs)}
+    inputs = {tensor.ref(): i for i, tensor in enumerate(graph.inputs) if _may_flow(tensor.dtype)}
 
-    def inputs_of(op: Any, index: int) -> list[Any]:
+    def inputs_of(key: Any) -> list[Any]:
+        op = key.deref().op
         name = op.get_attr("f").name if op.type in ("PartitionedCall", "StatefulPartitionedCall") else None
+        if key in inputs or not _may_flow(key.deref().dtype):
+            return []
         if name not in functions:
-            return list(op.inputs) if _has_gradient(op) else []
+            return [each.ref() for each in op.inputs] if _has_gradient(op) else []
         if name not in known:
             known[name] = _sources(functions[name], known)
-        return [op.inputs[i] for i in known[name][index]]
+        return [op.inputs[i].ref() for i in known[name][key.deref().value_index]]
 
-    def sources(tensor: Any) -> set[int]:
-        found, seen, left = set[int](), set(), [tensor]
-        while left:
-            each = left.pop()
-            if not _may_flow(each.dtype) or each.ref() in seen:
-                continue
-            seen.add(each.ref())
-            if each.ref() in inputs:
-                found.add(inputs[each.ref()])
-            else:
-                left += inputs_of(each.op, each.value_index)
-        return found
-
-    return [sources(tensor) for tensor in graph.outputs]
+    return [{inputs[key] for key in reached([tensor.ref()], inputs_of) if key in inputs} for tensor in graph.outputs]
 
 
 _WITHOUT_GRADIENT = frozenset("Ceil Floor FloorDiv Rint Round StopGradient TruncateDiv".split())

@@ -132,7 +132,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     arguments = graph.root.arguments[len(graph.root.arguments) - len(captured) :]
     staying = {id(variable.handle) for variable in in_place}
     types = graph.op_types()
-    bodies = list(graph.bodies())
+    bodies = graph.bodies()
     nodes = [node for body in bodies for node in body.nodes.values()]
     random = [node for node in nodes if {"seed", "seed2"} <= {*node.attr}]
     return Audit(

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import reached
+
 _ALIASES = frozenset("Identity IdentityN".split())
 
 CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
@@ -34,14 +36,9 @@ class FunctionBody:
     @cached_property
     def live(self) -> Mapping[str, Any]:
         """The nodes that the results need. pfor leaves unneeded nodes for a single row in the graph."""
-        found: dict[str, Any] = {}
-        pending = [*self.results]
-        while pending:
-            name = node_name(pending.pop())
-            if name in self.nodes and name not in found:
-                found[name] = self.nodes[name]
-                pending += found[name].input
-        return found
+        inputs = {name: [*map(node_name, node.input)] for name, node in self.nodes.items()}
+        needed = reached(map(node_name, self.results), lambda name: inputs.get(name, ()))
+        return {name: self.nodes[name] for name in needed if name in self.nodes}
 
     @cached_property
     def consumers(self) -> Mapping[str, list[tuple[Any, int]]]:
@@ -78,16 +75,11 @@ class GraphWalker:
         names = [node.op, *called_names(node)]  # TensorFlow 1 calls a function by the type of an op
         return [self._library[name] for name in names if name in self._library]
 
-    def bodies(self) -> Iterator[FunctionBody]:
-        """Yield the body of the graph and of each function that its nodes call, once."""
-        pending, seen = [self.root], {self.root}
-        while pending:
-            body = pending.pop()
-            yield body
-            for node in body.nodes.values():
-                called = [each for each in self.called_by(node) if each not in seen]
-                pending += called
-                seen.update(called)
+    def bodies(self) -> list[FunctionBody]:
+        """Return the body of the graph and of each function that its nodes call, once."""
+        return reached(
+            [self.root], lambda body: [each for node in body.nodes.values() for each in self.called_by(node)]
+        )
 
     def op_types(self) -> set[str]:
         """Return the types of all ops except calls."""
@@ -116,29 +108,15 @@ def called_names(node: Any) -> list[str]:
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     """Return whether a tensor of a graph is computed from one of the `sources`, which are dense, ragged or sparse tensors."""
-    sources = tf.nest.flatten(list(sources), expand_composites=True)
-    looked_at, left = set(), [tensor]
-    while left:
-        each = left.pop()
-        if any(each is source for source in sources):
-            return True
-        if id(each.op) not in looked_at:
-            looked_at.add(id(each.op))
-            left += each.op.inputs
-    return False
+    ops = reached([tensor.op], lambda op: [each.op for each in op.inputs])
+    used = {each.ref() for each in (tensor, *(each for op in ops for each in op.inputs))}
+    return any(each.ref() in used for each in tf.nest.flatten(list(sources), expand_composites=True))
 
 
 def is_constant(tensor: Any) -> bool:
     """Return whether a tensor of a graph is computed from constants only."""
-    looked_at, left = set(), [tensor.op]
-    while left:
-        op = left.pop()
-        if not op.inputs and op.type != "Const":
-            return False
-        if op not in looked_at:
-            looked_at.add(op)
-            left += [each.op for each in op.inputs]
-    return True
+    ops = reached([tensor.op], lambda op: [each.op for each in op.inputs])
+    return all(op.inputs or op.type == "Const" for op in ops)
 
 
 def node_name(name: str) -> str:

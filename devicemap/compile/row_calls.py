@@ -11,13 +11,13 @@ Ops that take the same results share a loop. Otherwise, each loop would run the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import graphs_within
+from devicemap._tensorflow.functions import graphs_within, reached
 from devicemap._tensorflow.pfor import convert, run_again, wrap_stacked
 from devicemap.compile.graph_walker import CALLS, GraphWalker, node_name
 from devicemap.compile.row_loop import row_by_row
@@ -156,11 +156,11 @@ class RowCalls:
             ]
 
         def with_users(ops: Iterable[Any]) -> set[Any]:
-            return _reached(possible(ops), lambda op: [] if _is_stackable(op) else possible(_users([op])))
+            return {*reached(possible(ops), lambda op: [] if _is_stackable(op) else possible(_users([op])))}
 
         inside = draws | with_users(user for tensor in taken for user in tensor.consumers())
         while True:
-            after = _reached(_users(filter(_is_stackable, inside)), lambda op: _users([op]))
+            after = {*reached(_users(filter(_is_stackable, inside)), lambda op: _users([op]))}
             between = after & _before(inside) - inside
             if not between:
                 return inside
@@ -235,18 +235,7 @@ def _users(ops: Iterable[Any]) -> list[Any]:
 
 def _before(ops: Iterable[Any]) -> set[Any]:
     """Return these ops, and all that run before them."""
-    return _reached(ops, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])
-
-
-def _reached(ops: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> set[Any]:
-    """Return these ops, those that follow them, and so on."""
-    found, pending = set[Any](), [*ops]
-    while pending:
-        op = pending.pop()
-        if op not in found:
-            found.add(op)
-            pending += following(op)
-    return found
+    return {*reached(ops, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])}
 
 
 def needs_placeholders(vectorized: Any) -> bool:
