@@ -28,34 +28,24 @@ def convert_call(given: Any) -> Any:
     return convert_graph(given, graph, given.inputs) if given.op.outputs else convert_effects(given, graph)
 
 
-def convert_if(given: Any) -> list[Any]:
-    """Convert `tf.cond`."""
-    branches = [graph_of(given, given.get_attr(branch)) for branch in ("else_branch", "then_branch")]
-    condition = given.op.inputs[0]
-    if condition.dtype != tf.bool or condition.shape.rank != 0:
+def convert_branches(given: Any) -> list[Any]:
+    """Convert `tf.cond` and `tf.switch_case`. An index out of range selects the last branch, as TensorFlow does."""
+    if "branches" in given.op.node_def.attr:
+        names = given.get_attr("branches")
+    else:
+        names = [given.get_attr(branch) for branch in ("else_branch", "then_branch")]
+    branches = [graph_of(given, name) for name in names]
+    selector = given.op.inputs[0]
+    if selector.dtype not in (tf.bool, tf.int32) or selector.shape.rank != 0:
         raise NotVectorizableError("fn has a branch whose condition is not one bool")
-    if given.input(0).is_stacked:
-        return _parting_branches(given, tf.cast(given.stacked_input(0), tf.int32), branches)
-    return _shared_branch(given, tf.cast(given.unstacked_input(0), tf.int32), branches)
-
-
-def convert_case(given: Any) -> list[Any]:
-    """Convert `tf.switch_case`. An index out of range selects the last branch, as TensorFlow does."""
-    branches = [graph_of(given, branch) for branch in given.get_attr("branches")]
-    if not given.input(0).is_stacked:
-        return _shared_branch(given, given.unstacked_input(0), branches)
-    index = given.stacked_input(0)
-    known = (index >= 0) & (index < len(branches))
-    return _parting_branches(given, tf.where(known, index, len(branches) - 1), branches)
-
-
-def _shared_branch(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]:
-    """Run all rows through the branch that `index` (an int32 scalar) selects."""
+    index, stacked = tf.cast(given.input(0).t, tf.int32), given.input(0).is_stacked
+    if stacked:
+        known = (index >= 0) & (index < len(branches))
+        return _parting_branches(given, tf.where(known, index, len(branches) - 1), branches)
+    rows = given.pfor.loop_len_vector
 
     def run(branch: Any) -> list[Any]:
-        return [
-            as_stacked(result, given.pfor.loop_len_vector) for result in convert_graph(given, branch, given.inputs[1:])
-        ]
+        return [as_stacked(result, rows) for result in convert_graph(given, branch, given.inputs[1:])]
 
     return wrap_stacked(tf.switch_case(index, [partial(run, branch) for branch in branches]))
 
@@ -106,13 +96,8 @@ def _taken(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
 
 
 CONTROL_FLOW: dict[str, Converter] = {
-    "PartitionedCall": convert_call,
-    "StatefulPartitionedCall": convert_call,
-    "While": convert_loop,
-    "StatelessWhile": convert_loop,
-    "If": convert_if,
-    "StatelessIf": convert_if,
-    "Case": convert_case,
-    "StatelessCase": convert_case,
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), convert_call),
+    **dict.fromkeys(("While", "StatelessWhile"), convert_loop),
+    **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), convert_branches),
 }
 """By type of op."""
