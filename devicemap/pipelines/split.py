@@ -108,7 +108,6 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     bounds = cuts(weights, n)
     made = tf.nest.flatten(outputs)
     edges = [tuple(inputs), *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
-    _check_have_rows(calls, edges)
     copies: dict[int, Any] = {}
     stages = []
     cycled = cycle(choose_devices(devices))
@@ -179,20 +178,6 @@ def _crossing(calls: Sequence[Any], stop: int, outputs: Sequence[Any]) -> tuple[
     made_after = {id(tensor) for call in after for tensor in call.outputs}
     taken = [tensor for call in after for tensor in call.inputs] + list(outputs)
     return tuple({id(tensor): tensor for tensor in taken if id(tensor) not in made_after}.values())
-
-
-def _check_have_rows(calls: Sequence[Any], edges: Sequence[Any]) -> None:
-    """Raise an error if a tensor that stages pass on has a fixed number of rows, such as a mask for all rows."""
-    layers = {id(tensor): call.layer for call in calls for tensor in call.outputs}
-    if any(tensor.shape[0] is not None for tensor in edges[0]):
-        return
-    for i, edge in enumerate(edges[1:]):
-        for tensor in tf.nest.flatten(edge):
-            if tensor.shape and tensor.shape[0] is not None:
-                raise OptionError(
-                    f"stage {i} would pass on a result of {layers[id(tensor)].name} of shape {tensor.shape}, and stages pass "
-                    "on rows, [rows, ...]; let the layer repeat it for each row, or call a layer of its own in each stage"
-                )
 
 
 def _bytes_of(call: Any) -> int:

@@ -456,7 +456,6 @@ normalize, batch_norm = keras.layers.LayerNormalization, keras.layers.BatchNorma
         lambda: split(ending_with(Centered()), 2, by="bytes"),
         lambda: split(ending_with(keras.layers.Lambda(tf.cumsum)), 2, by="bytes"),
         lambda: split(of_seven_rows(), 2, by="bytes"),
-        lambda: split(with_a_mask_for_all(), 3, by="bytes"),
         lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
         lambda: split(ending_with(with_default(normalize(epsilon=1e-12), normalize(epsilon=1e-5))), 2, by="bytes"),
         lambda: split(ending_with(with_default(batch_norm(momentum=0.5), batch_norm())), 2, by="bytes"),
@@ -472,6 +471,14 @@ normalize, batch_norm = keras.layers.LayerNormalization, keras.layers.BatchNorma
 def test_what_cannot_be_is_refused(bad: Any) -> None:
     with pytest.raises(OptionError):
         bad()
+
+
+def test_a_stage_cannot_pass_on_one_mask_for_all_rows() -> None:
+    stages = split(with_a_mask_for_all(), 3, by="bytes")
+    with pytest.raises(
+        FunctionError, match=r"the result\[1\] of fn has 1 row.*; a stage must return one row per input row"
+    ):
+        Pipeline(stages)(x)
 
 
 class OfPositives(keras.layers.Layer):
