@@ -205,15 +205,13 @@ class MappedCall:
         if held is None or self._microbatches == 1:
             return [*itertools.chain(*self._called(rows, held))]
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
-        trained = [(variable, value) for variable, value in held if variable.trainable]
 
-        def part(number: Any, rows: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            now = {id(variable): value for variable, value in held}
-            now |= {seed: drawn[number] for seed, drawn in seeds.items()}
-            now |= {id(variable): weight for (variable, _), weight in zip(trained, weights)}
-            return self._called(rows, [(variable, now[id(variable)]) for variable, _ in held])
+        def part(number: Any, rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            drawn = {seed: values[number] for seed, values in seeds.items()}
+            return self._called(rows, [(variable, drawn.get(id(variable), value)) for variable, value in held])
 
-        return recomputed(part, rows, [value for _, value in trained], self._microbatches)
+        trained = [value for variable, value in held if variable.trainable]
+        return recomputed(part, rows, trained, self._microbatches)
 
     def _counts(self, results: Sequence[Any]) -> list[Any]:
         """Return the numbers of rows of the outputs among these results."""

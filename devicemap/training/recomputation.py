@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import with_captures
 from devicemap._tensorflow.gradient_links import added, linked
 from devicemap._tensorflow.keras import is_seed, replacing, states_of, sublayers_of
 from devicemap.compile.audit import audit
@@ -29,45 +30,47 @@ from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, c
 def recomputed(
     function: Callable[..., tuple[list[Any], list[Any]]],
     rows: Sequence[Any],
-    values: Sequence[Any],
+    values: Sequence[Any] | None = None,
     microbatches: int = 1,
 ) -> list[Any]:
-    """Return the results of a function of rows and values, in the graph that is being traced.
+    """Return the results of a function of rows, in the graph that is being traced.
 
     Args:
-        function: `(number of the microbatch, rows, values) -> (results [rows, ...], results [1, ...])`, of dense tensors.
+        function: `(number of the microbatch, rows) -> (results [rows, ...], results [1, ...])`, of dense tensors.
         rows: tensors `[rows, ...]`, dense, ragged or sparse, which get no gradients.
-        values: dense tensors that get gradients. So do the variables that the function reads, unless there are microbatches.
+        values: the tensors that the function captures and that get gradients. By default, all tensors that it captures, and
+            the variables that it reads.
         microbatches: the largest number of parts of the rows. No part is empty.
 
     Raises:
         FunctionError: the function draws other random numbers when it runs again, or changes a variable.
     """
     cut = _Cut(rows, microbatches)
-    part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs, list(values))
+    part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs)
     _check(part)
+    count = len(part.inputs) - len(part.captured_inputs)
+    inner = {tensor.ref(): taken for tensor, taken in zip(part.captured_inputs, part.inputs[count:])}
     # A step of the user may train variables that are not Keras's. Such steps have one microbatch.
-    others = [v for v in part.graph.variables if v.trainable and _has_gradient(v)] if microbatches == 1 else []
-    varying = 1 + len(tf.nest.flatten(cut.specs, expand_composites=True))
-    inputs = part.graph.inputs
-    kinds = [lookups(part.graph, each, inputs[:varying]) for each in inputs[varying : varying + len(values)]]
+    others = [v for v in part.graph.variables if values is None and v.trainable and _has_gradient(v)]
+    if values is None:
+        values = [each for each in part.captured_inputs if each.dtype != tf.resource and not hasattr(each, "numpy")]
+    values = [value for value in values if value.ref() in inner]
+    kinds = [lookups(part.graph, inner[value.ref()], part.inputs[:count]) for value in values]
     results, of_rows = tf.nest.flatten(part.structured_outputs), len(part.structured_outputs[0])
     floats, sources = ([i for i, leaf in enumerate(leaves) if _has_gradient(leaf)] for leaves in (results, values))
 
-    def run(number: Any, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        return list(tf.nest.flatten(part(number, rows, values)))
-
-    def gradient_of_part(number: Any, rows: Any, values: Any, upstream: Any) -> Any:
+    def gradient_of_part(number: Any, rows: Any, held: Any, upstream: Any) -> Any:
+        again = with_captures(part, {value.ref(): each for value, each in zip(values, held)})
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*(values[i] for i in sources), *others])
-            again = run(number, rows, values)
-            taken = [again[i] for i in floats]
-        return tape.gradient(taken, [*(values[i] for i in sources), *others], upstream)
+            tape.watch([*(held[i] for i in sources), *others])
+            found = tf.nest.flatten(again(number, rows))
+            taken = [found[i] for i in floats]
+        return tape.gradient(taken, [*(held[i] for i in sources), *others], upstream)
 
     def gradient(*upstream: Any) -> list[Any]:
         taken = [upstream[i] for i in floats]
         with _after(taken):  # otherwise all functions would run again at once, and their results be kept
-            given, held = tf.nest.map_structure(tf.identity, (list(rows), list(values)), expand_composites=True)
+            given, held = tf.nest.map_structure(tf.identity, (list(rows), values), expand_composites=True)
         again, of_part = _Cut(given, microbatches), gradient_of_part
         if microbatches > 1:
             of_part = tf.function(gradient_of_part, autograph=False).get_concrete_function(
@@ -86,7 +89,7 @@ def recomputed(
             )
         return [*of_values, *found[len(sources) :]]
 
-    given = cut.over(lambda i: run(i, cut.parts(i), values), [join] * len(results))
+    given = cut.over(lambda i: tf.nest.flatten(part(i, cut.parts(i))), [join] * len(results))
     return linked(given, [*values, *map(tf.convert_to_tensor, others)], gradient)
 
 
@@ -112,24 +115,20 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     given, scope = CallArguments.of(args, kwargs), current_scope()
     if scope is None or not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):  # `None`: in another thread
         return call(*args, **kwargs)
-    variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
-    count, found = len(given.rows), list[tuple[ResultSpec, CallScope]]()
+    held = [(variable, scope.get_current_value(variable)) for variable in scope.variables]
+    states = [variable for variable in scope.variables if not is_seed(variable)]
+    found = list[tuple[ResultSpec, CallScope]]()
 
-    def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        args, kwargs = given.with_rows(values[:count])
-        own = CallScope([*zip(variables, values[count:])], scope.collect_losses, outer=scope)
-        tensors, others, what = pure(partial(call, *args, **kwargs), own, states, values[:count])
+    def run(number: Any, none: Any) -> tuple[list[Any], list[Any]]:
+        rows = [*map(tf.identity, given.rows)]
+        args, kwargs = given.with_rows(rows)
+        own = CallScope(held, scope.collect_losses)
+        tensors, others, what = pure(partial(call, *args, **kwargs), own, states, rows)
         found.append((what, own))
         return tensors, others
 
-    while True:
-        states = [variable for variable in variables if not is_seed(variable)]
-        results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
-        what, own = found[-1]
-        if not own.borrowed:
-            break
-        # The layer uses variables of other layers, as tied weights. Their gradients need them as arguments.
-        variables += {id(variable): variable for variable in own.borrowed}.values()
+    results = recomputed(run, [])
+    what, own = found[-1]
     outputs, losses, updates = what.unpacked(results)
     # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
     scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]

@@ -162,24 +162,14 @@ class ResultSpec:
 class CallScope(keras.StatelessScope):
     """A scope that collects losses and new values of the calls in it."""
 
-    def __init__(
-        self,
-        held: Sequence[tuple[Any, Any]] = (),
-        losses: bool = True,
-        advance: bool = False,
-        outer: CallScope | None = None,
-    ):
-        """`held`: variables and their values in the scope. Other variables have those of `outer`.
+    def __init__(self, held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False):
+        """`held`: variables and their values in the scope.
 
         `losses`: whether losses are collected, or dropped. `advance`: whether draws advance seeds, as each device needs.
         """
         super().__init__(held, collect_losses=losses)
-        self._outer = outer
-        self.borrowed = list[Any]()
-        """Variables of `outer` that are used in the scope."""
-        self._own = {id(variable) for variable, _ in held}
-        self.held: set[int] = self._own | (outer.held if outer is not None else set())
-        """The variables that have a value in the scope or in `outer`, by identity."""
+        self.variables = [variable for variable, _ in held]
+        """The variables that have a value in the scope."""
         self.changed = list[Any]()
         self.draws = Counter[int]()
         """The number of draws from each seed, by identity."""
@@ -199,9 +189,6 @@ class CallScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> Any:
         """Return the value of a variable in the scope."""
         value, draws = super().get_current_value(variable), self.draws[id(variable)]
-        if value is None and self._outer is not None:
-            value = self._outer.get_current_value(variable)
-            self.borrowed += [] if value is None else [variable]
         return value if value is None or not draws else value + tf.constant([0, draws], value.dtype)
 
     def add_update(self, update: Any) -> None:
@@ -215,8 +202,6 @@ class CallScope(keras.StatelessScope):
             _check_no_loop(variable, self._graph)
             self.draws[id(variable)] += 1
             return
-        if id(variable) in self.held - self._own:
-            self.borrowed.append(variable)
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise failure(
                 f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
@@ -265,7 +250,7 @@ def pure(
     with scope:
         outputs = call()
     after = [*map(scope.get_current_value, variables)]
-    known = scope.held.union(map(id, variables))
+    known = {*map(id, scope.variables), *map(id, variables)}
     for variable in scope.changed:
         if id(variable) not in known:
             raise failure(
