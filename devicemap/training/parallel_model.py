@@ -68,8 +68,6 @@ class ParallelModel:
         self._model, self._devices = model, devices
         self._make_forward, self._accumulate = make_forward, accumulate
         self._own_steps = {name: vars(model)[name] for name in STEPS if name in vars(model)}
-        self._eager_steps: dict[str, Any] = {}
-        """Steps of eager code. `tf.function`s among them keep traces in which calls are mapped."""
         self._building: set[str] = set()
         """Steps of the model's own that have run to build layers."""
         self._sizes: Counter[int] = Counter()
@@ -205,7 +203,6 @@ class ParallelModel:
                 "it, and parallelize the model again"
             )
         if force or getattr(self._model, made) is None:
-            self._eager_steps.pop(step, None)
             setattr(self._model, made, partial(self._run, step, {}))
         return getattr(self._model, made)
 
@@ -268,9 +265,6 @@ class ParallelModel:
         step, rows, row_losses = self._plain(name), count_of(data), None
         if self.build(data, name):
             return step(data)
-        traced = name in self._eager_steps  # perhaps, if it is a `tf.function`, with mapped calls
-        if tf.executing_eagerly():
-            step = self._eager_steps.setdefault(name, step)
         microbatches = self._accumulate if name == "train_step" else 1
         with _replacing:
             forward = self._make_forward()
@@ -280,7 +274,7 @@ class ParallelModel:
             mapped = mapping(forward, rows, microbatches, name != "predict_step", row_losses)
             with mapped, beside_variables(self._model):
                 results = step(data)
-        if not forward.calls and len(self._devices) > 1 and rows != 0 and not traced:
+        if not forward.calls and len(self._devices) > 1 and rows != 0:
             self._maps_nothing |= name == "train_step"
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
