@@ -131,11 +131,7 @@ class Stage:
         inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
         self.models = [model for key, model in found.items() if key not in inner]
         self.layers = [layer for model in self.models for layer in layers_of(model)]
-        check_keeps_no_rows(self.layers, "other microbatches")
-        if path := next((v.path for model in self.models for v in model.variables if v.overwrite_with_gradient), None):
-            raise OptionError(
-                f"{self._name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
-            )
+        check_layers(self.layers, "other microbatches")
 
     @property
     def captured(self) -> list[Any]:
@@ -263,12 +259,7 @@ class Stage:
                     "call the layer outside of them"
                 )
             of_rows, count = depends_on(loss, rows), count_rows(rows[0])
-            if of_rows and kind is None:
-                raise failure(
-                    f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and a stage "
-                    "sees one microbatch; give the Pipeline added_losses='sum' if such losses are sums over rows, or "
-                    "added_losses='mean' if they are means"
-                )
+            check_added_loss(layer, of_rows, kind, "a stage sees one microbatch; give the Pipeline")
             is_sum = of_rows and kind == "sum"
             losses.append((layer, is_sum))
             vectors.append(
@@ -278,14 +269,27 @@ class Stage:
         return (results, tuple(vectors)) if vectors else results
 
 
-def check_keeps_no_rows(layers: Sequence[Any], others: str) -> None:
-    """Raise `OptionError` for a layer that keeps a state for each row of a batch. `others`: who would not see it."""
+def check_layers(layers: Sequence[Any], others: str) -> None:
+    """Raise `OptionError` for a layer that has to see all rows. `others`: what sees other rows."""
     for layer in layers:
         if getattr(layer, "stateful", False):
             raise OptionError(
                 f"{layer.name} is stateful: it keeps a state for each row of a batch, which {others} would not see; give it "
                 "the state as an input and an output"
             )
+        if path := next((v.path for v in layer.variables if v.overwrite_with_gradient), None):
+            raise OptionError(
+                f"{path} is overwritten with its gradient, as in float8, but gradients of {others} are added; use another dtype"
+            )
+
+
+def check_added_loss(layer: Any, of_rows: bool, kind: str | None, advice: str) -> None:
+    """Raise an error for a loss that depends on the rows, unless `added_losses` is given as its `kind`."""
+    if of_rows and kind is None:
+        raise failure(
+            f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and {advice} "
+            "added_losses='sum' if such losses are sums over rows, or added_losses='mean' if they are means"
+        )
 
 
 def written_by(traced: Traced) -> list[Any]:

@@ -31,6 +31,7 @@ from devicemap.compile.transfers import send_along_tree, sent_together
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.errors import failure
+from devicemap.pipelines.stages import check_added_loss
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
 from devicemap.training.filled_rows import are_computed, are_real, filled
 from devicemap.training.forward import ForwardPass
@@ -235,12 +236,8 @@ class MappedCall:
         with given.calls.continued():
             tensors, others, what = pure(call, scope, self._states, rows)
         for i, (_, of_rows, _) in enumerate(what.losses):
-            if of_rows and self._forward.added_losses is None:
-                raise failure(
-                    f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and each "
-                    "device sees some of the rows; give parallelize added_losses='sum' if such losses are sums over rows, "
-                    "or added_losses='mean' if they are means"
-                )
+            advice = "each device sees some of the rows; give parallelize"
+            check_added_loss(layer, of_rows, self._forward.added_losses, advice)
             if of_rows and others[i].shape.rank != 0:
                 raise failure(f"{layer.name} adds a loss with a value for each row; add the sum or mean of the values")
             loss = tf.reduce_sum(others[i])

@@ -18,7 +18,7 @@ from devicemap._tensorflow.keras import batch_norms_of, has_own, layers_of, subl
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.options import check_choice, check_count
-from devicemap.pipelines.stages import check_keeps_no_rows
+from devicemap.pipelines.stages import check_layers
 from devicemap.training.forward import ForwardPass
 from devicemap.training.parallel_model import MAKERS, METHODS, ParallelModel
 from devicemap.training.recomputation import without_state
@@ -128,11 +128,7 @@ def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: in
 
 
 def _check_variables(model: Any) -> None:
-    check_keeps_no_rows(layers_of(model), "other devices")
-    if path := next((v.path for v in model.variables if v.overwrite_with_gradient), None):
-        raise OptionError(
-            f"{path} is overwritten with its gradient, as in float8, but gradients of devices are added; use another dtype"
-        )
+    check_layers(layers_of(model), "other devices")
     if any(isinstance(variable.value, tf.distribute.DistributedValues) for variable in model.variables):
         raise OptionError(
             f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "
