@@ -347,6 +347,31 @@ def test_gradients_see_the_random_numbers_of_the_forward_pass(options: dict[str,
         np.testing.assert_allclose(model.get_weights()[0], scale, rtol=1e-5)
 
 
+class Scaled(layers.Layer):
+    """Uses a tensor that another layer assigns to it."""
+
+    def call(self, x: Any) -> Any:
+        return tf.tanh(x * self.scale)
+
+
+class Scaling(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.scaled = layers.Dense(6, kernel_initializer="ones"), Scaled(name="scaled")
+
+    def call(self, x: Any) -> Any:
+        self.scaled.scale = self.scores(x)
+        return self.scaled(x)
+
+
+def test_gradients_of_tensors_that_a_recomputed_layer_was_given(devices: list[str]) -> None:
+    models = [Case(lambda: keras.Sequential([keras.Input([6]), Scaling()]), dict).made() for _ in range(2)]
+    devicemap.parallelize(models[1], devices, recompute=["scaled"])
+    losses = [[model.train_on_batch(X, X) for _ in range(3)] for model in models]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][2] < losses[0][0]
+
+
 def _out_of_memory(given: Any) -> Any:
     def fail(_: Any) -> Any:
         raise MemoryError
