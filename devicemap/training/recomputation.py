@@ -52,20 +52,19 @@ def recomputed(
     inner = {tensor.ref(): taken for tensor, taken in zip(part.captured_inputs, part.inputs[count:])}
     # A step of the user may train variables that are not Keras's. Such steps have one microbatch.
     others = [v for v in part.graph.variables if values is None and v.trainable and _has_gradient(v)]
-    if values is None:
-        values = [each for each in part.captured_inputs if each.dtype != tf.resource and not hasattr(each, "numpy")]
-    values = [value for value in values if value.ref() in inner]
+    values = [value for value in (part.captured_inputs if values is None else values) if value.ref() in inner]
+    values = [value for value in values if _has_gradient(value) and not hasattr(value, "numpy")]
     kinds = [lookups(part.graph, inner[value.ref()], part.inputs[:count]) for value in values]
     results, of_rows = tf.nest.flatten(part.structured_outputs), len(part.structured_outputs[0])
-    floats, sources = ([i for i, leaf in enumerate(leaves) if _has_gradient(leaf)] for leaves in (results, values))
+    floats = [i for i, leaf in enumerate(results) if _has_gradient(leaf)]
 
     def gradient_of_part(number: Any, rows: Any, held: Any, upstream: Any) -> Any:
         again = with_captures(part, {value.ref(): each for value, each in zip(values, held)})
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*(held[i] for i in sources), *others])
+            tape.watch([*held, *others])
             found = tf.nest.flatten(again(number, rows))
             taken = [found[i] for i in floats]
-        return tape.gradient(taken, [*(held[i] for i in sources), *others], upstream)
+        return tape.gradient(taken, [*held, *others], upstream)
 
     def gradient(*upstream: Any) -> list[Any]:
         taken = [upstream[i] for i in floats]
@@ -81,13 +80,10 @@ def recomputed(
             parts = [again.part_of(leaf, number, i < of_rows) for i, leaf in zip(floats, taken)]
             return of_part(number, again.parts(number), held, parts)
 
-        found = again.over(gradients, [partial(added, lookups=kinds[i]) for i in sources])
-        of_values: list[Any] = [None] * len(values)
-        for i, each in zip(sources, found):
-            of_values[i] = (
-                each if each is None or isinstance(each, tf.IndexedSlices) else tf.ensure_shape(each, values[i].shape)
-            )
-        return [*of_values, *found[len(sources) :]]
+        found = again.over(gradients, [partial(added, lookups=kind) for kind in kinds])
+        for i, value in enumerate(values):
+            found[i] = tf.ensure_shape(found[i], value.shape) if isinstance(found[i], tf.Tensor) else found[i]
+        return found
 
     given = cut.over(lambda i: tf.nest.flatten(part(i, cut.parts(i))), [join] * len(results))
     return linked(given, [*values, *map(tf.convert_to_tensor, others)], gradient)
@@ -115,14 +111,13 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     given, scope = CallArguments.of(args, kwargs), current_scope()
     if scope is None or not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):  # `None`: in another thread
         return call(*args, **kwargs)
-    held = [(variable, scope.get_current_value(variable)) for variable in scope.variables]
-    states = [variable for variable in scope.variables if not is_seed(variable)]
+    states = [variable for variable in layer.variables if id(variable) in scope.state_mapping and not is_seed(variable)]
     found = list[tuple[ResultSpec, CallScope]]()
 
     def run(number: Any, none: Any) -> tuple[list[Any], list[Any]]:
         rows = [*map(tf.identity, given.rows)]
         args, kwargs = given.with_rows(rows)
-        own = CallScope(held, scope.collect_losses)
+        own = scope.inner()
         tensors, others, what = pure(partial(call, *args, **kwargs), own, states, rows)
         found.append((what, own))
         return tensors, others
@@ -132,14 +127,14 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, losses, updates = what.unpacked(results)
     # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
     scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]
-    scope.draws += own.draws
-    own_states = {id(variable) for variable in layer.variables}
-    for i, value in zip(what.updated, updates):
-        if id(states[i]) not in own_states:
+    scope.draws = own.draws
+    for variable in own.changed:
+        if not is_seed(variable) and all(variable is not each for each in states):
             raise failure(
-                f"{layer.name} changes {states[i].path}, a variable of another layer, and would change it again when it runs "
+                f"{layer.name} changes {variable.path}, a variable of another layer, and would change it again when it runs "
                 "for its gradients; leave this layer out of recompute"
             )
+    for i, value in zip(what.updated, updates):
         scope.add_update((states[i], value))
     return outputs
 

@@ -168,14 +168,19 @@ class CallScope(keras.StatelessScope):
         `losses`: whether losses are collected, or dropped. `advance`: whether draws advance seeds, as each device needs.
         """
         super().__init__(held, collect_losses=losses)
-        self.variables = [variable for variable, _ in held]
-        """The variables that have a value in the scope."""
         self.changed = list[Any]()
         self.draws = Counter[int]()
         """The number of draws from each seed, by identity."""
         self.added = list[tuple[Any, Any, bool]]()
         """Losses, each with the layer that adds it, and whether it may depend on the rows."""
         self._advance = advance
+
+    def inner(self) -> CallScope:
+        """Return a scope with the same values, for a function in the call."""
+        scope = CallScope((), self.collect_losses)
+        scope.state_mapping |= self.state_mapping
+        scope.draws += self.draws
+        return scope
 
     def __enter__(self) -> Any:
         self._token = _scope.set(self)
@@ -246,11 +251,10 @@ def pure(
 
     Return outputs and their attached tensors; losses that layers add and new values of `variables`; a description of these.
     """
-    before = [*map(scope.get_current_value, variables)]
+    before, known = [*map(scope.get_current_value, variables)], {*scope.state_mapping, *map(id, variables)}
     with scope:
         outputs = call()
     after = [*map(scope.get_current_value, variables)]
-    known = {*map(id, scope.variables), *map(id, variables)}
     for variable in scope.changed:
         if id(variable) not in known:
             raise failure(
