@@ -66,9 +66,8 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
     """
     found: list[Any] = []
     for value in values_in(fn):
-        with contextlib.suppress(
-            Exception
-        ):  # proxies run the user's code for any attribute; some generators have no state
+        # Proxies run the user's code for any attribute, and some generators have no state.
+        with contextlib.suppress(Exception):
             source = value.random if value is random or value is np.random else value
             source = getattr(source, "__self__", source)  # of a method, its object
             if isinstance(source, _GENERATORS) and pickle.dumps(source):
