@@ -20,6 +20,10 @@ _LONG_SECONDS_PER_CALL = 0.1
 _TRIED_SECONDS = 0.3
 """A call that takes no longer in chunks is tried in one graph."""
 
+_TRIED_LATER_SECONDS = 10.0
+"""The same after more calls in chunks than slots. At worst, when one device has all the work, the trial takes as long as all
+these calls did."""
+
 _UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
 """First calls that are not measured. The first call of an engine compiles. The speeds of devices are known from the second."""
 
@@ -86,5 +90,6 @@ def choose_engine(rows: int, slots: int, stats: CallStats) -> EngineName:
         return "one graph" if free and rows * per_row.get("one graph", 0.0) <= longest else "chunks"
     in_chunks = rows * per_row["chunks"]
     if "one graph" not in per_row:
-        return "one graph" if free or in_chunks < _TRIED_SECONDS else "chunks"
+        tried = _TRIED_LATER_SECONDS if stats.calls["chunks"] > slots else _TRIED_SECONDS
+        return "one graph" if free or in_chunks < tried else "chunks"
     return "chunks" if rows * per_row["one graph"] > max(_LONG_SECONDS_PER_CALL, in_chunks) else "one graph"

@@ -50,6 +50,15 @@ def test_choose_engine(
     assert choose_engine(rows, slots, _stats(chunks, graph, first, free, rows)) == engine
 
 
+@pytest.mark.parametrize(
+    ("calls", "seconds", "engine"), [(8, 2.0, "chunks"), (9, 2.0, "one graph"), (9, 11.0, "chunks")]
+)
+def test_one_graph_is_tried_after_many_calls(calls: int, seconds: float, engine: str) -> None:
+    stats = _stats(seconds, None, None, False, 1000)
+    stats.calls["chunks"] = calls
+    assert choose_engine(1000, 8, stats) == engine
+
+
 def test_more_rows_than_fit_into_a_graph_go_in_chunks() -> None:
     stats = CallStats(most_rows=20)
     assert (choose_engine(20, 8, stats), choose_engine(21, 8, stats)) == ("one graph", "chunks")
