@@ -114,6 +114,10 @@ def convert_strided_slice(given: Any) -> Any:
     params = given.input(0)
     spec, indices = _parts_of_slice(given)
     result, stacked = params.t, params.is_stacked
+    if not stacked and (result.dtype.is_floating or result.dtype.is_complex):
+        # The gradient of a reshaped tensor is dense, as that of a slice (test_gradients_of_slices_are_dense). A gather has
+        # slices, which optimizers square one by one.
+        result = tf.reshape(result, tf.shape(result))
     if not spec and [*indices] == [*range(len(indices))]:  # only indices of the first axes
         checked = [_checked_index(params, axis, index) for axis, index in indices.items()]
         return wrap_stacked([tf.gather_nd(result, tf.stack(checked, -1), batch_dims=int(stacked))])

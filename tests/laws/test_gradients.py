@@ -615,3 +615,23 @@ def test_gradients_of_lookups_have_slices(slots: list[str]) -> None:
     of_weights, *others = tape.gradient(total, [WEIGHTS, SCALE, BIAS])
     assert of_weights.indices.numpy().tolist() == [0, 2, 0, 1]
     assert all(isinstance(each, tf.Tensor) for each in others)
+
+
+@places
+@pytest.mark.parametrize(
+    "fn",
+    [lambda i: WEIGHTS[i], lambda i: tf.convert_to_tensor(BIAS)[i] * WEIGHTS[0], lambda i: WEIGHTS[i, :2]],
+    ids=["a row", "a number", "a part"],
+)
+def test_gradients_of_slices_are_dense(fn: Any, place: Any, devices: list[str]) -> None:
+    """Optimizers of Keras square each slice of `tf.IndexedSlices`."""
+
+    def gradients(mapped: Any, x: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(mapped(x) ** 2)
+        return tape.gradient(total, [WEIGHTS, BIAS], unconnected_gradients="zero")
+
+    rows = tf.constant([0, 2, 2, 1, -1])
+    found = place(gradients, devicemap.DeviceMap(fn, devices=devices), rows)
+    assert all(isinstance(each, tf.Tensor) for each in found)
+    assert_close(found, gradients(lambda x: tf.map_fn(fn, x, fn_output_signature=tf.float32), rows))
