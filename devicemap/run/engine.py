@@ -21,8 +21,11 @@ _TRIED_SECONDS = 0.3
 """A call that takes no longer in chunks is tried in one graph."""
 
 _TRIED_LATER_SECONDS = 10.0
-"""The same after more calls in chunks than slots. At worst, when one device has all the work, the trial takes as long as all
-these calls did."""
+"""The same after more calls in chunks than slots, on devices of similar speeds. At worst, when one device has all the work, the
+trial takes as long as all these calls did."""
+
+_SIMILAR_SPEEDS = 3.0
+"""The largest ratio of similar speeds."""
 
 _UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
 """First calls that are not measured. The first call of an engine compiles. The speeds of devices are known from the second."""
@@ -90,6 +93,7 @@ def choose_engine(rows: int, slots: int, stats: CallStats) -> EngineName:
         return "one graph" if free and rows * per_row.get("one graph", 0.0) <= longest else "chunks"
     in_chunks = rows * per_row["chunks"]
     if "one graph" not in per_row:
-        tried = _TRIED_LATER_SECONDS if stats.calls["chunks"] > slots else _TRIED_SECONDS
-        return "one graph" if free or in_chunks < tried else "chunks"
+        speeds = [each.rows_per_second or 0.0 for each in stats.throughput.values()]
+        later = stats.calls["chunks"] > slots and max(speeds) <= _SIMILAR_SPEEDS * min(speeds)
+        return "one graph" if free or in_chunks < (_TRIED_LATER_SECONDS if later else _TRIED_SECONDS) else "chunks"
     return "chunks" if rows * per_row["one graph"] > max(_LONG_SECONDS_PER_CALL, in_chunks) else "one graph"

@@ -485,6 +485,7 @@ def test_gradients_of_rows_one_by_one_with_hard_placement(place: Any, devices: l
     assert_close(got, gradients_of(partial(one_by_one, fn), X))
 
 
+@pytest.mark.private("knowing whether a tape is recording")
 def test_gradients_that_do_not_go_through_are_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (

@@ -65,6 +65,12 @@ DRAWS = {
     ),
 }
 
+TRACED_AGAIN = pytest.mark.private("tracing functions again, with other seeds")
+MARKS = {
+    "sampled softmax": pytest.mark.nightly,
+    **{name: TRACED_AGAIN for name in DRAWS if name.startswith("a function")},
+}
+
 
 def _assert_all_distinct(mapper: devicemap.DeviceMap, samples: tf.data.Dataset) -> None:
     draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(samples), mapper(samples)]
@@ -82,9 +88,7 @@ def test_random_ops_of_batches_never_repeat_a_stream(seeded: bool) -> None:
 @pytest.mark.in_ci(6)
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "sampled softmax")) for name in DRAWS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in DRAWS])
 def test_random_ops_never_repeat_a_stream(name: str, options: dict[str, Any], seeded: bool) -> None:
     if seeded:
         tf.random.set_seed(1)

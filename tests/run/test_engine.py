@@ -51,11 +51,14 @@ def test_choose_engine(
 
 
 @pytest.mark.parametrize(
-    ("calls", "seconds", "engine"), [(8, 2.0, "chunks"), (9, 2.0, "one graph"), (9, 11.0, "chunks")]
+    ("calls", "seconds", "slower", "engine"),
+    [(8, 2.0, 1, "chunks"), (9, 2.0, 1, "one graph"), (9, 11.0, 1, "chunks"), (9, 2.0, 4, "chunks")],
 )
-def test_one_graph_is_tried_after_many_calls(calls: int, seconds: float, engine: str) -> None:
+def test_one_graph_is_tried_after_many_calls(calls: int, seconds: float, slower: int, engine: str) -> None:
     stats = _stats(seconds, None, None, False, 1000)
     stats.calls["chunks"] = calls
+    speed = stats.throughput["/device:CPU:0"].rows_per_second or 0.0
+    stats.throughput["/device:CPU:1"] = Throughput(rows_per_second=speed / slower)
     assert choose_engine(1000, 8, stats) == engine
 
 
