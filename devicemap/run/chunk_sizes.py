@@ -236,11 +236,10 @@ def rows_are_free(devices: Collection[Throughput]) -> bool:
     (True, False, True)
     """
     used = [device for device in devices if device.finished_rows]
-    free = (
-        device.largest > 3 and device.chunk_seconds <= _FREE_ROWS * device.quickest_seconds * device.finished_rows
-        for device in used
-    )
-    return len(used) > 0 and all(free)
+    if max((device.largest for device in used), default=0) < 4:
+        return False
+    quick = sum(device.quickest_seconds * device.finished_rows for device in used)
+    return sum(device.chunk_seconds for device in used) <= _FREE_ROWS * quick
 
 
 def chunks_in_flight(kind: str) -> int:
