@@ -17,7 +17,7 @@ import tensorflow as tf
 from devicemap._tensorflow.runtime import allocator_bytes
 from devicemap.errors import DeviceError
 from devicemap.events import short_name
-from devicemap.hosts import host_of, is_remote
+from devicemap.hosts import host_of
 
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 task_device: ContextVar[str | None] = ContextVar("task_device", default=None)
@@ -283,15 +283,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, tf.errors.InternalError):
         return bool(_FAILED_COPY.search(str(error)))
     return isinstance(error, tf.errors.ResourceExhaustedError)
-
-
-def peak_bytes(device: str) -> int | None:
-    """Return the peak memory of a local device since the last reset; `None` if TensorFlow does not count it."""
-    try:
-        counted = kind_of(device) != "CPU" and not is_remote(device)
-        return int(tf.config.experimental.get_memory_info(device)["peak"]) if counted else None
-    except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
-        return None
 
 
 class _LocalDevice(NamedTuple):

@@ -25,12 +25,13 @@ from devicemap.data.rows import HOST, Rows, as_rows, first_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import rows_in_memory
 from devicemap.data.structure import as_objects
-from devicemap.devices import choose_devices, is_out_of_memory, list_devices, peak_bytes
+from devicemap.devices import choose_devices, is_out_of_memory, list_devices
 from devicemap.errors import DataError, OptionError, error_text, warn_user
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.graph_engine import CallObservers
 from devicemap.run.mapper import Mapper
+from devicemap.run.scheduler import peak_bytes
 from devicemap.training.variables import beside_variables
 
 _ROWS_OF_A_DATASET = 1024

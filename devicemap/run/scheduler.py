@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.runtime import allocator_bytes
 from devicemap.data.sources import Source
-from devicemap.devices import peak_bytes
+from devicemap.devices import kind_of
 from devicemap.errors import add_note
 from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
@@ -270,6 +270,15 @@ class Scheduler:
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
             raise self._call.describe(error, queued.tried)
+
+
+def peak_bytes(device: str) -> int | None:
+    """Return the peak memory of a local device since the last reset; `None` if TensorFlow does not count it."""
+    try:
+        counted = kind_of(device) != "CPU" and not is_remote(device)
+        return int(tf.config.experimental.get_memory_info(device)["peak"]) if counted else None
+    except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
+        return None
 
 
 def _peak_share(device: str) -> float:
