@@ -34,7 +34,7 @@ class Private:
         return value
 
     @functools.cached_property
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
         """Whether this TensorFlow has the module and all names."""
         try:
             module = importlib.import_module(self._module)
@@ -47,7 +47,7 @@ class Private:
 
 def usable(*needed: Private) -> bool:
     """Whether non-public names may be used, and this TensorFlow has all that are `needed`."""
-    return private and all(each.is_there for each in needed)
+    return private and all(each.is_available for each in needed)
 
 
 def with_fallback(public: Callable[..., Any], *needed: Private) -> Callable[[CallableT], CallableT]:

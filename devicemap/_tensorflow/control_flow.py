@@ -41,7 +41,7 @@ def convert_branches(given: Any) -> list[Any]:
     index, stacked = tf.cast(given.input(0).t, tf.int32), given.input(0).is_stacked
     if stacked:
         known = (index >= 0) & (index < len(branches))
-        return _parting_branches(given, tf.where(known, index, len(branches) - 1), branches)
+        return _diverging_branches(given, tf.where(known, index, len(branches) - 1), branches)
     rows = given.pfor.loop_len_vector
 
     def run(branch: Any) -> list[Any]:
@@ -50,7 +50,7 @@ def convert_branches(given: Any) -> list[Any]:
     return wrap_stacked(tf.switch_case(index, [partial(run, branch) for branch in branches]))
 
 
-def _parting_branches(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]:
+def _diverging_branches(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]:
     """Run each row through the branch that `index` (int32 `[rows]`) selects.
 
     TensorFlow's converter also runs a branch for zero rows, for which ops that reshape to -1 fail.
@@ -58,7 +58,7 @@ def _parting_branches(given: Any, index: Any, branches: Sequence[Any]) -> list[A
     inputs, outputs, count = given.inputs[1:], given.op.outputs, given.pfor.loop_len_vector[0]
 
     def run(branch: Any, rows: Any) -> list[Any]:
-        taken = [_taken(each, of_row, rows, count) for each, of_row in zip(inputs, given.op.inputs[1:])]
+        taken = [_select_rows(each, of_row, rows, count) for each, of_row in zip(inputs, given.op.inputs[1:])]
         return [as_stacked(result, [tf.size(rows)]) for result in convert_graph(given, branch, taken, rows)]
 
     def skip() -> list[Any]:
@@ -81,7 +81,7 @@ def _parting_branches(given: Any, index: Any, branches: Sequence[Any]) -> list[A
     return wrap_stacked(tf.dynamic_stitch(of_branches, parts) for parts in zip(*results))
 
 
-def _taken(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
+def _select_rows(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
     """Return an input for the rows of these indices, out of `count`. `of_row` is the input for one row."""
     if not given.is_stacked:
         return given

@@ -53,7 +53,7 @@ def by_merging(*rules: Rule) -> Converter:
 
     def convert(given: Any) -> Any:
         rows = for_all_rows(given, rules.index(batch))
-        return wrap_stacked(_split_like(rows, result) for result in _run(given, rules))
+        return wrap_stacked(_split_batch(rows, result) for result in _run(given, rules))
 
     return convert
 
@@ -66,7 +66,7 @@ def _run(given: Any, rules: Sequence[Rule]) -> list[Any]:
 
 def batch(given: Any, index: int) -> Any:
     """Merge the row axis into the batch."""
-    return _flattened(for_all_rows(given, index))
+    return _merge_batch(for_all_rows(given, index))
 
 
 def batch_sizes(given: Any, index: int) -> Any:
@@ -117,12 +117,12 @@ _MERGED = "_devicemap_merged"
 """Attribute of a tensor `[rows, batch, ...]`: the tensor `[rows * batch, ...]` that it was split from."""
 
 
-def _flattened(tensor: Any) -> Any:
+def _merge_batch(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
     return getattr(tensor, _MERGED) if hasattr(tensor, _MERGED) else merge_axes(tensor, 2)
 
 
-def _split_like(rows: Any, merged: Any) -> Any:
+def _split_batch(rows: Any, merged: Any) -> Any:
     """`[rows * batch, ...]` -> `[rows, batch, ...]`, as of `rows`."""
     result = split_axis(merged, rows, 2)
     setattr(result, _MERGED, merged)
@@ -201,7 +201,7 @@ def convert_batch_normalization(given: Any) -> Any:
     """Normalise with given moments. The other results are unused (`vectorizable_ops.EXCEPTIONS`)."""
     result, *others = _run(given, [batch, shared])
     return [
-        pfor.wrap(_split_like(for_all_rows(given, 0), result), True),
+        pfor.wrap(_split_batch(for_all_rows(given, 0), result), True),
         *(pfor.wrap(other, False) for other in others),
     ]
 

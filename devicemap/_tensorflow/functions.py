@@ -50,7 +50,7 @@ def keep_alive(used: Any, step: Any = None) -> None:
     setattr(owner, _ALIVE, [*getattr(owner, _ALIVE, []), used])
 
 
-def calling(concrete: Any, specs: Sequence[Any], **options: Any) -> Any:
+def call_with_leaves(concrete: Any, specs: Sequence[Any], **options: Any) -> Any:
     """Return a `ConcreteFunction` from leaves to a list of leaves that calls another one. `options`: of its `tf.function`."""
 
     @tf.function(autograph=False, **options)
@@ -66,14 +66,14 @@ def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]
     In a `tf.function`, automatic control dependencies do this for stateful ops. Here, `FuncGraph.control_outputs` does
     (test_ops_that_must_run). In the fallback, results wait for the ops.
     """
-    results = waiting_for(ops, results)
+    results = run_after(ops, results)
     graph = tf.compat.v1.get_default_graph()
-    if tells_callers() and hasattr(graph, "control_outputs"):
+    if exports_control_outputs() and hasattr(graph, "control_outputs"):
         graph.control_outputs.extend(tensor.op for tensor in tf.nest.flatten(results, expand_composites=True))
     return results
 
 
-def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
+def run_after(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Return the results, on the current device, after these ops have run.
 
     Grappler removes Identity. The placer would then move the results of the user's function, which have no device, to the
@@ -87,7 +87,7 @@ def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
 
 
 @with_fallback(nothing, _operations)
-def wait_for(op: Any, before: Any) -> None:
+def add_control_input(op: Any, before: Any) -> None:
     """Add a control dependency of an op of the graph being traced on `before`, which must not depend on the op.
 
     `tf.control_dependencies` orders new ops only, but the schedule 1F1B orders ops that are already in the graph
@@ -96,7 +96,7 @@ def wait_for(op: Any, before: Any) -> None:
     op._add_control_input(before)
 
 
-def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+def without_auto_control_deps(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return a function, and its arguments in the graph that is being traced, so that its call waits for no other call.
 
     Automatic control dependencies run stateful ops without a resource one after another, also across devices. So the function
@@ -134,7 +134,7 @@ def _temporary_name() -> str:
     return str(_context.anonymous_name())
 
 
-def tells_callers() -> bool:
+def exports_control_outputs() -> bool:
     """Whether later ops of the user's function wait for ops of `add_control_outputs`, also if the function is inlined."""
     return usable()
 
@@ -148,7 +148,7 @@ def compiled_as_a_part() -> bool:
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def shows_functions(graph: Any) -> bool:
+def can_list_functions(graph: Any) -> bool:
     """Whether `functions_by_name` finds the functions that a graph calls."""
     return usable(_atomic) and hasattr(graph, "_functions")
 
@@ -163,13 +163,13 @@ def functions_by_name(graph: Any) -> dict[str, Any]:
 
     `Graph.as_graph_def()` also has the functions, but without the dtypes and shapes of their tensors.
     """
-    if not shows_functions(graph):
+    if not can_list_functions(graph):
         return {}
     graphs = {name: getattr(function, "graph", None) for name, function in graph._functions.items()}
     return {name: each for name, each in graphs.items() if each is not None}  # functions of TensorFlow 1 have none
 
 
-def reached(start: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
+def reachable(start: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """Return these nodes of a graph of any kind, those that follow them, and so on, each once."""
     found, pending = dict[Any, None](), [*start]
     while pending:
@@ -181,10 +181,10 @@ def reached(start: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> 
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Graphs that `own_graphs` found. Later traces in `tracing_again` with the same key share them."""
+"""Graphs that `traced_graphs` found. Later traces in `tracing_again` with the same key share them."""
 
 
-def own_graphs(graph: Any) -> list[Any]:
+def traced_graphs(graph: Any) -> list[Any]:
     """Return a graph, and those of the functions that were traced for it, or for the graph of an earlier call.
 
     Users may call the other functions that the graph calls, so those must not change.

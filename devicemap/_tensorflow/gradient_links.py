@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, usable, with_fallback
-from devicemap._tensorflow.functions import functions_by_name, reached
+from devicemap._tensorflow.functions import functions_by_name, reachable
 from devicemap._tensorflow.gradients import _operations, _registry, _resources
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
@@ -28,7 +28,7 @@ class Lookups(Enum):
     MIXED = "several of these"
 
 
-def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[Any]:
+def fan_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[Any]:
     """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
 
     `lookups`: those of the consumers.
@@ -41,7 +41,7 @@ def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[
 
     def add(*upstream: Any) -> list[Any]:
         known = [gradient for gradient in upstream if gradient is not None]
-        return [added(known, lookups) if known else None, *[None] * (count - 1)]
+        return [add_gradients(known, lookups) if known else None, *[None] * (count - 1)]
 
     return gradients_through([value] * count, add)
 
@@ -86,20 +86,20 @@ class GradientPaths:
         self._finished = self._all = self._recorded = False
         self._graph: Any = None
 
-    def noting(self, results: Sequence[Any], sources: Sequence[frozenset[Any] | None]) -> list[Any]:
+    def track_results(self, results: Sequence[Any], sources: Sequence[frozenset[Any] | None]) -> list[Any]:
         """Return the results, whose gradients are noted. Results after those with `sources` depend on all inputs."""
         if not self.differ:
             return list(results)
         more = len(results) - len(sources)
         self._sources = [frozenset() if each is None else each for each in sources] + [self.inputs] * more
         return [
-            gradients_through([result], partial(self._note, i))[0]
+            gradients_through([result], partial(self._record_use, i))[0]
             if result.dtype.is_floating or result.dtype.is_complex
             else result
             for i, result in enumerate(results)
         ]
 
-    def _note(self, i: int, upstream: Any) -> list[Any]:
+    def _record_use(self, i: int, upstream: Any) -> list[Any]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if self._finished:  # this is another gradient of the same call
             # A gradient of the earlier gradient reaches inputs through the backward pass, and not only through results.
@@ -116,7 +116,7 @@ class GradientPaths:
         self._finished = True
         return not self.differ or self._all or any(source in self._sources[i] for i in self._used)
 
-    def followed(self, tensor: Any, source: Any) -> Any:
+    def track(self, tensor: Any, source: Any) -> Any:
         """Return a tensor or a handle, which gets a gradient if it reaches the input `source`."""
         with tf.device(tensor.device):
             return gradients_through([tensor], lambda upstream: [upstream if self.reach(source) else None])[0]
@@ -139,12 +139,12 @@ class GradientPaths:
         op.on_gradient = limited
 
     def handles(self, variables: Sequence[tf.Variable]) -> dict[Any, Any]:
-        """Return `followed` handles of variables for eager code, by the `Tensor.ref()` of their own handles."""
+        """Return `track` handles of variables for eager code, by the `Tensor.ref()` of their own handles."""
         found = {}
         for variable in variables:
             if (key := variable.handle.ref()) in self.inputs:
                 _resources.variable_accessed(variable)  # tapes start to watch it, as in the call
-                found[key] = self.followed(variable.handle, key)
+                found[key] = self.track(variable.handle, key)
         return found
 
 
@@ -159,12 +159,12 @@ def sources_of_gradients(concrete: Any) -> list[frozenset[Any] | None]:
     names = [*range(count), *(tensor.ref() for tensor in captures)]
     found = _sources(concrete.graph, {})
     return [
-        frozenset(map(names.__getitem__, inputs)) if _may_flow(result.dtype) else None
+        frozenset(map(names.__getitem__, inputs)) if _may_have_gradient(result.dtype) else None
         for result, inputs in zip(concrete.outputs, found)
     ]
 
 
-def _may_flow(dtype: Any) -> bool:
+def _may_have_gradient(dtype: Any) -> bool:
     """Whether gradients may go through a tensor of a dtype, for instance through the handle of a variable."""
     return dtype.is_floating or dtype.is_complex or dtype in (tf.resource, tf.variant)
 
@@ -175,12 +175,12 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
     `known`: the same of the functions that it calls, by name.
     """
     functions = functions_by_name(graph)
-    inputs = {tensor.ref(): i for i, tensor in enumerate(graph.inputs) if _may_flow(tensor.dtype)}
+    inputs = {tensor.ref(): i for i, tensor in enumerate(graph.inputs) if _may_have_gradient(tensor.dtype)}
 
     def inputs_of(key: Any) -> list[Any]:
         op = key.deref().op
         name = op.get_attr("f").name if op.type in ("PartitionedCall", "StatefulPartitionedCall") else None
-        if key in inputs or not _may_flow(key.deref().dtype):
+        if key in inputs or not _may_have_gradient(key.deref().dtype):
             return []
         if name not in functions:
             return [each.ref() for each in op.inputs] if _has_gradient(op) else []
@@ -188,7 +188,7 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
             known[name] = _sources(functions[name], known)
         return [op.inputs[i].ref() for i in known[name][key.deref().value_index]]
 
-    return [{inputs[key] for key in reached([tensor.ref()], inputs_of) if key in inputs} for tensor in graph.outputs]
+    return [{inputs[key] for key in reachable([tensor.ref()], inputs_of) if key in inputs} for tensor in graph.outputs]
 
 
 _WITHOUT_GRADIENT = frozenset("Ceil Floor FloorDiv Rint Round StopGradient TruncateDiv".split())
@@ -216,13 +216,13 @@ def _unrecorded() -> Any:
     return _record.stop_recording()
 
 
-def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
+def _link_by_custom_gradient(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
     link = tf.custom_gradient(lambda *_: (list(results), lambda *upstream: gradient(*upstream)))
     return list(link(*values))
 
 
-@with_fallback(_linked_for_good, _registry, _operations)
-def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
+@with_fallback(_link_by_custom_gradient, _registry, _operations)
+def link_gradients(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
     """Return the results, in the function being traced, with gradients to `values`, which `gradient` computes.
 
     Tapes inside the function do not use `gradient`. The fallback is `tf.custom_gradient`, for which TensorFlow's gradient
@@ -236,7 +236,7 @@ def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[...
     return list(copies[: len(results)])
 
 
-def added(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
+def add_gradients(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
     """Return the sum of gradients. A sum of `tf.IndexedSlices` has the slices of one call for all rows."""
     if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
@@ -252,7 +252,7 @@ def added(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> Any:
     return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
 
-def redirecting() -> Callable[[Any, Any], Any]:
+def gradient_redirector() -> Callable[[Any, Any], Any]:
     """Return a function `(handle, value)` that redirects gradients. It traces once for each shape of values.
 
     In the function being traced, it returns a handle of a variable whose gradients go to `value`, its assigned value. An

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.functions import own_graphs
+from devicemap._tensorflow.functions import traced_graphs
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
@@ -86,11 +86,11 @@ def _bring_inputs(op: Any) -> None:
 
 def _ops_of(graph: Any) -> list[Any]:
     """Return the ops of a function's graph and of the functions that were traced for it."""
-    return [op for each in own_graphs(graph) for op in each.get_operations()]
+    return [op for each in traced_graphs(graph) for op in each.get_operations()]
 
 
 @with_fallback(nothing, _registry, _operations)
-def differentiate_freely(graph: Any) -> None:
+def unpin_gradients(graph: Any) -> None:
     """Drop the device constraints from the gradients of gathers in a function's graph and the functions that it calls.
 
     TensorFlow colocates these gradients with the gathered tensor, by name. In a function that several devices call, that name
@@ -140,8 +140,8 @@ def _gradient_of_values(identity: Any, of_values: Any, of_matrix: Any) -> list[A
     return [None, _registry.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
 
 
-def holds_gradients() -> bool:
-    """Whether `redirecting` can be used. Otherwise, differentiable calls read variables on their devices."""
+def can_redirect_gradients() -> bool:
+    """Whether `gradient_redirector` can be used. Otherwise, differentiable calls read variables on their devices."""
     return usable(_registry, _operations) and _takes_gradient_functions()
 
 
@@ -185,7 +185,7 @@ def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
 
 
 @with_fallback(lambda tensors: True, _gradients)
-def are_followed(tensors: Iterable[Any]) -> bool:
+def are_watched(tensors: Iterable[Any]) -> bool:
     """Whether a `tf.GradientTape` of this thread follows one of these tensors. The public API needs the tape itself."""
     return _gradients.PossibleTapeGradientTypes(list(tensors)) != 0
 

@@ -56,8 +56,8 @@ def convert_segments(given: Any) -> Any:
 
 def convert_shared_segments(given: Any) -> Any:
     """Reduce segments that all rows share: the rows become the second axis."""
-    results = run_again(given.op, [swapped(given.stacked_input(0)), given.unstacked_input(1)])
-    return wrap_stacked(map(swapped, results))
+    results = run_again(given.op, [swap_axes(given.stacked_input(0)), given.unstacked_input(1)])
+    return wrap_stacked(map(swap_axes, results))
 
 
 def convert_slice(given: Any) -> Any:
@@ -75,27 +75,27 @@ def convert_slice(given: Any) -> Any:
     ends = first + tf.maximum(lengths, 0)  # a size of -1 ends with the axis
     first = _checked(first, (first >= 0) & (ends <= tf.shape(part, tf.int64)[int(stacked) :]))
     whole = [shape[axis] == length is not None for axis, length in enumerate(wanted)]  # these slices begin at 0
-    differing = [axis for axis, each in enumerate(begins) if each.is_stacked and not whole[axis]]
+    varying = [axis for axis, each in enumerate(begins) if each.is_stacked and not whole[axis]]
     starts = [tf.zeros([], tf.int64) if each.is_stacked else tf.cast(each.t, tf.int64) for each in begins]
     counts = [tf.constant(-1, tf.int64) if each.is_stacked else lengths[axis] for axis, each in enumerate(begins)]
     with tf.control_dependencies([first]):
         part = tf.slice(part, tf.stack([0] * stacked + starts), tf.stack([-1] * stacked + counts))
-    result, stacked = (_windows(part, stacked, first, differing, wanted), True) if differing else (part, stacked)
+    result, stacked = (_windows(part, stacked, first, varying, wanted), True) if varying else (part, stacked)
     result.set_shape([*[None] * stacked, *wanted])
     return [pfor.wrap(result, stacked)]
 
 
-def _windows(part: Any, stacked: bool, first: Any, differing: list[int], wanted: tf.TensorShape) -> Any:
+def _windows(part: Any, stacked: bool, first: Any, varying: list[int], wanted: tf.TensorShape) -> Any:
     """Gather windows, `[rows, *wanted]`, that begin at the index `first` of each row, `[rows, rank]`, along some axes.
 
     The axes up to the last of these are merged into one, of which the gather takes whole blocks.
     """
-    merged = differing[-1] + 1
+    merged = varying[-1] + 1
     lengths = tf.shape(part, tf.int64)[int(stacked) :]
     index = tf.zeros_like(first[:, 0])
     for axis in range(merged):
-        positions = tf.range(tf.constant(wanted[axis], tf.int64) if axis in differing else lengths[axis])[tf.newaxis]
-        if axis in differing:
+        positions = tf.range(tf.constant(wanted[axis], tf.int64) if axis in varying else lengths[axis])[tf.newaxis]
+        if axis in varying:
             positions += first[:, axis, tf.newaxis]
         for _ in range(axis):
             positions = tf.expand_dims(positions, 1)
@@ -200,7 +200,7 @@ def convert_list(given: Any) -> Any:
         return convert_as_tensorflow(given)
     results = run_again(given.op, [_for_elements(given, i, name) for i, name in enumerate(names)])
     tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
-    return wrap_stacked(map(swapped, results) if tensor_of_list else results)
+    return wrap_stacked(map(swap_axes, results) if tensor_of_list else results)
 
 
 def _for_elements(given: Any, i: int, name: str) -> Any:
@@ -210,7 +210,7 @@ def _for_elements(given: Any, i: int, name: str) -> Any:
     if name == "item" or given.op.type == "TensorListPushBack":
         return for_all_rows(given, i)
     if name == "tensor":
-        return swapped(for_all_rows(given, i))
+        return swap_axes(for_all_rows(given, i))
     value = given.unstacked_input(i)
     if name != "element_shape":
         return value
@@ -222,7 +222,7 @@ def _for_elements(given: Any, i: int, name: str) -> Any:
     return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
 
 
-def swapped(tensor: Any) -> Any:
+def swap_axes(tensor: Any) -> Any:
     """Swap the first two axes."""
     rank = tensor.shape.rank
     order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
@@ -250,12 +250,12 @@ class StackedList:
         """Return the elements as `[rows, length, *shape]`. Those that are not written are zeros, as when they are read."""
         shape = tf.concat([[rows], tf.constant(self.shape, tf.int32)], 0)
         elements = tf.raw_ops.TensorListStack(input_handle=handle, element_shape=shape, element_dtype=self.dtype)
-        return swapped(elements)
+        return swap_axes(elements)
 
     def of_rows(self, elements: Any) -> Any:
         """Return a list of elements that are given as `[rows, length, *shape]`."""
         shape = tf.constant([-1, *self.shape], tf.int32)
-        return tf.raw_ops.TensorListFromTensor(tensor=swapped(elements), element_shape=shape)
+        return tf.raw_ops.TensorListFromTensor(tensor=swap_axes(elements), element_shape=shape)
 
 
 LISTS = (

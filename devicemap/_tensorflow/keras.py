@@ -56,7 +56,7 @@ def moving_averages_of(layer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
+def replacing_moments(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
     """Replace the mean and variance in batch normalizations by `combined(layer, mean, variance, count)` in this context.
 
     Mean and variance are of the rows of the call: `[channels]`. The count is proportional to the number of values. Inputs with
@@ -90,7 +90,7 @@ def mask_of(output: Any) -> Any | None:
     return getattr(output, MASK, None)
 
 
-def notes_of(output: Any) -> dict[str, Any]:
+def attached_tensors(output: Any) -> dict[str, Any]:
     """Return the tensors that Keras has attached to an output, by attribute."""
     found = {name: getattr(output, name, None) for name in (MASK, LOGITS)}
     return {name: note for name, note in found.items() if note is not None}
@@ -152,7 +152,7 @@ def function_of_rows(loss_or_metric: Any) -> tuple[Any, dict[str, Any]] | None:
 
     wrapper, mean = keras.losses.MeanSquaredError.__base__, keras.metrics.MeanMetricWrapper
     of, own = type(loss_or_metric), vars(loss_or_metric)
-    if isinstance(loss_or_metric, wrapper) and not has_own_call(loss_or_metric):
+    if isinstance(loss_or_metric, wrapper) and not overrides_call(loss_or_metric):
         known = of.call is wrapper.call and "call" not in own
         return (loss_or_metric.fn, loss_or_metric._fn_kwargs) if known else None
     if isinstance(loss_or_metric, mean) and of.update_state is mean.update_state and "update_state" not in own:
@@ -172,7 +172,7 @@ def loss_of_function(function: Callable[..., Any]) -> Any:
     return OfFunction(function)
 
 
-def has_own_call(loss: Any) -> bool:
+def overrides_call(loss: Any) -> bool:
     """Whether a `keras.losses.Loss` overrides `__call__`, which weights and reduces the results of `call`."""
     import keras
 
@@ -187,7 +187,7 @@ def optimizers_of(model: Any) -> list[Any]:
     return list({id(each): each for each in found}.values())
 
 
-def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+def replacing_gradient_sum(optimizer: Any, collected: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Let `collected` replace an optimizer's sum of gradients over the replicas of a strategy in this context.
 
     The op for that sum takes the gradients of all variables on one device, and TensorFlow's registry of custom gradients keeps
@@ -196,19 +196,19 @@ def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextli
     return replacing(optimizer, _all_reduce_sum_gradients=collected)
 
 
-def has_own(model: Any, name: str) -> bool:
+def overrides(model: Any, name: str) -> bool:
     """Whether a model overrides a method of `keras.Model`, or adds one of this name."""
     import keras
 
     return getattr(type(model), name, None) is not getattr(keras.Model, name, None)
 
 
-def forget_functions(model: Any) -> None:
+def clear_step_functions(model: Any) -> None:
     """Let a model's `fit`, `evaluate` and `predict` retrace their steps."""
     model.train_function = model.test_function = model.predict_function = None
 
 
-def stored_in(variable: Any) -> Any:
+def tf_variable(variable: Any) -> Any:
     """Return the `tf.Variable` of a variable. In a layer with a mixed dtype policy, `value` is a tensor of another dtype."""
     return variable if isinstance(variable, tf.Variable) else variable._value
 

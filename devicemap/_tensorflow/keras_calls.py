@@ -37,7 +37,7 @@ _observing = threading.RLock()
 
 
 @contextlib.contextmanager
-def observing() -> Iterator[KerasUse]:
+def recording_keras_use() -> Iterator[KerasUse]:
     """Return a context that records the Keras objects that this thread uses. Losses are not added to their layers.
 
     The training mode is the same before and after the context, although Keras keeps the mode of the layer called last.

@@ -20,16 +20,16 @@ def convert_loop(given: Any) -> list[Any]:
     the gradient fails on GPUs (test_loops_of_variables_on_any_device).
     """
     condition = _condition_of(given)
-    differing = {i for i, each in enumerate(given.inputs) if each.is_stacked}
-    parting = False
+    varying = {i for i, each in enumerate(given.inputs) if each.is_stacked}
+    diverges = False
     while True:
-        differing = _spread(_body_of(given), differing)
-        parting |= condition.outputs[0].name in _depending(condition, differing)
+        varying = _propagate_varying(_body_of(given), varying)
+        diverges |= condition.outputs[0].name in _dependent_tensors(condition, varying)
         try:
-            return (_parting_loop if parting else _shared_loop)(given, differing)
-        except _DifferingError as found:  # the ops of the loop do not show it, as for random numbers
-            differing |= found.variables
-            parting |= not found.variables
+            return (_diverging_loop if diverges else _shared_loop)(given, varying)
+        except _VaryingError as found:  # the ops of the loop do not show it, as for random numbers
+            varying |= found.variables
+            diverges |= not found.variables
 
 
 def _condition_of(given: Any) -> Any:
@@ -42,7 +42,7 @@ def _body_of(given: Any) -> Any:
     return graph_of(given, given.get_attr("body"))
 
 
-class _DifferingError(Exception):
+class _VaryingError(Exception):
     """Loop variables, or the condition if there are none, differ between rows, unlike assumed."""
 
     def __init__(self, variables: Iterable[int]):
@@ -50,14 +50,14 @@ class _DifferingError(Exception):
         self.variables = set(variables)
 
 
-class _Variables:
+class _LoopVariables:
     """The variables of a loop, and the functions of its condition and body for all rows or some of them."""
 
-    def __init__(self, given: Any, differing: Iterable[int]):
-        """The variables `differing` are stacked."""
+    def __init__(self, given: Any, varying: Iterable[int]):
+        """The variables `varying` are stacked."""
         self._given = given
         self._started = with_own_inputs(given)
-        self._started.stack_inputs(differing, tile_variants=True)
+        self._started.stack_inputs(varying, tile_variants=True)
         self.stacked = [each.is_stacked for each in self._started.inputs]
         self.shapes = pfor.WhileV2(self._started)._output_shapes()
         body = _body_of(given)
@@ -79,50 +79,50 @@ class _Variables:
     def step(self, changed: Mapping[int, Any], rows: Any = None) -> dict[int, Any]:
         """Return the changing variables after a step."""
         converted = convert_graph(self._given, _body_of(self._given), self.wrapped(changed), rows)
-        differing = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
-        if differing:
-            raise _DifferingError(differing)
+        varying = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
+        if varying:
+            raise _VaryingError(varying)
         count = self._given.pfor.loop_len_vector if rows is None else [tf.size(rows)]
         results = {i: as_stacked(converted[i], count) if self.stacked[i] else converted[i].t for i in self.changing}
         for i, result in results.items():
             result.set_shape(self.shapes[i])
         return results
 
-    def run(self, goes_on: Any, step: Any, state: Sequence[Any], shapes: Sequence[Any]) -> Any:
+    def run(self, keeps_running: Any, step: Any, state: Sequence[Any], shapes: Sequence[Any]) -> Any:
         """Run a loop with the options of this one."""
         parallel = self._given.get_attr("parallel_iterations")
-        return tf.while_loop(goes_on, step, state, shape_invariants=shapes, parallel_iterations=parallel)
+        return tf.while_loop(keeps_running, step, state, shape_invariants=shapes, parallel_iterations=parallel)
 
 
-def _shared_loop(given: Any, differing: Iterable[int]) -> list[Any]:
+def _shared_loop(given: Any, varying: Iterable[int]) -> list[Any]:
     """Return the results of a loop that all rows leave at the same time."""
-    variables = _Variables(given, differing)
+    variables = _LoopVariables(given, varying)
     changing = variables.changing
 
-    def goes_on(*state: Any) -> Any:
+    def keeps_running(*state: Any) -> Any:
         condition = variables.condition(dict(zip(changing, state)))
         if condition.is_stacked:
-            raise _DifferingError([])
+            raise _VaryingError([])
         return tf.reshape(condition.t, [])
 
     def step(*state: Any) -> list[Any]:
         return [*variables.step(dict(zip(changing, state))).values()]
 
     shapes = [variables.shapes[i] for i in changing]
-    results = variables.run(goes_on, step, variables.started(changing), shapes)
+    results = variables.run(keeps_running, step, variables.started(changing), shapes)
     return variables.wrapped(dict(zip(changing, results)))
 
 
-def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
+def _diverging_loop(given: Any, varying: set[int]) -> list[Any]:
     """Return the results of a loop that rows leave at different times.
 
     Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of the rows that leave in
     a step, as one tensor, because a tensor for each row would take longer than short steps.
     """
-    _check_parting(given)
+    _check_diverging_loop(given)
     graph, given_lists = _body_of(given), _lists(given.op)
     changed_lists = {i for i in given_lists if graph.outputs[i] is not graph.inputs[i]}
-    variables = _Variables(given, differing | changed_lists)
+    variables = _LoopVariables(given, varying | changed_lists)
     changing, stacked = variables.changing, variables.stacked
     carried = [i for i in range(len(stacked)) if stacked[i] or i in changing]
     lists = {i: StackedList(each) for i, each in given_lists.items() if i in carried}
@@ -130,10 +130,10 @@ def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
 
     def part(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
         """Return the rows that remain, their values, and `finished` with those of the rows that leave."""
-        goes_on = tf.reshape(as_stacked(variables.condition(values, rows), [tf.size(rows)]), [-1])
+        keeps_running = tf.reshape(as_stacked(variables.condition(values, rows), [tf.size(rows)]), [-1])
 
         def split() -> list[Any]:
-            choice = tf.cast(goes_on, tf.int32)
+            choice = tf.cast(keeps_running, tf.int32)
             gone, remaining = tf.dynamic_partition(rows, choice, 2)
             staying, arrays = dict(values), {_ROWS: finished[_ROWS].write(step := finished[_ROWS].size(), gone)}
             for i in carried:
@@ -149,7 +149,7 @@ def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
 
         # Without this condition, each step would copy each variable.
         unchanged = [rows, *values.values(), *finished.values()]
-        return list(tf.cond(tf.reduce_all(goes_on) & (tf.size(rows) > 0), lambda: unchanged, split))
+        return list(tf.cond(tf.reduce_all(keeps_running) & (tf.size(rows) > 0), lambda: unchanged, split))
 
     def unpacked(state: Sequence[Any]) -> tuple[Any, dict[int, Any], dict[int, Any]]:
         rows, *others = state
@@ -184,7 +184,7 @@ def _array(dtype: Any, shape: Any) -> Any:
     return tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=[None, *shape])
 
 
-def _check_parting(given: Any) -> None:
+def _check_diverging_loop(given: Any) -> None:
     """Raise `NotVectorizableError` for a loop whose rows would have results of different shapes."""
     if not _keeps_lengths(given):
         raise NotVectorizableError(
@@ -242,17 +242,17 @@ def _resizes(op: Any) -> bool:
     return op.type == "TensorListSetItem" and bool(op.get_attr("resize_if_index_out_of_bounds"))
 
 
-def _spread(body: Any, differing: set[int]) -> set[int]:
+def _propagate_varying(body: Any, varying: set[int]) -> set[int]:
     """Return the indices of the loop variables that depend on the row in some step, if these do at the start."""
     while True:
-        reached = _depending(body, differing)
-        more = differing | {i for i, result in enumerate(body.outputs) if result.name in reached}
-        if more == differing:
-            return differing
-        differing = more
+        reached = _dependent_tensors(body, varying)
+        more = varying | {i for i, result in enumerate(body.outputs) if result.name in reached}
+        if more == varying:
+            return varying
+        varying = more
 
 
-def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
+def _dependent_tensors(graph: Any, inputs: Iterable[int]) -> set[str]:
     """Return the names of the tensors in a function's graph whose values depend on these inputs."""
     reached = {graph.inputs[i].name for i in inputs}
     for op in graph.get_operations():

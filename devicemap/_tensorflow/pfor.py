@@ -60,7 +60,7 @@ def checks_ops() -> bool:
     return usable(pfor, _func_graph)
 
 
-def of_all_rows(concrete: Any, leaves: Sequence[Any]) -> list[Any]:
+def map_all_rows(concrete: Any, leaves: Sequence[Any]) -> list[Any]:
     """Return the results of a function of one row for all rows of the leaves, in the graph that is being traced.
 
     `tf.vectorized_map` would gather each row (test_rows_are_taken_without_a_copy), and leave a call for one row in the graph.

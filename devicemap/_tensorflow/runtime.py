@@ -24,7 +24,7 @@ _ops = Private(
 )
 
 _devices: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""The devices of each graph that `run_beside_inputs` has changed."""
+"""The devices of each graph that `colocate_with_inputs` has changed."""
 
 
 @with_fallback(dict, _context, _listing, _sizes)
@@ -47,7 +47,7 @@ def allocator_bytes() -> dict[str, int]:
 
 
 @with_fallback(nothing, _ops)
-def run_beside_inputs(devices: Iterable[str]) -> None:
+def colocate_with_inputs(devices: Iterable[str]) -> None:
     """Place later ops of the graph being built on the device of their first input that is on one of `devices`.
 
     This includes the graphs around it. Scalars do not count. An optimizer then updates variables and slots on their devices,
@@ -59,14 +59,14 @@ def run_beside_inputs(devices: Iterable[str]) -> None:
         if graph not in _devices:
             _devices[graph] = set()
             stack = graph._device_function_stack._stack
-            with graph.device(partial(_beside_inputs, _devices[graph])):
+            with graph.device(partial(_colocated_device, _devices[graph])):
                 scope = stack[-1]
             stack.insert(0, scope)
         _devices[graph].update(devices)
         graph = graph.outer_graph
 
 
-def _beside_inputs(devices: set[str], op: Any) -> str:
+def _colocated_device(devices: set[str], op: Any) -> str:
     for i, tensor in enumerate(op.inputs):
         if _is_group(tensor.op) and len({_home_of(each) for each in tensor.op.inputs} & devices) > 1:
             # Keras's optimizers pass all gradients through one op, which would copy them to one device.

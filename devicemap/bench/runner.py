@@ -32,7 +32,7 @@ from devicemap.options import check_count
 from devicemap.run.graph_engine import CallObservers
 from devicemap.run.mapper import Mapper
 from devicemap.run.scheduler import peak_bytes
-from devicemap.training.variables import beside_variables
+from devicemap.training.variables import colocate_slots
 
 _ROWS_OF_A_DATASET = 1024
 
@@ -233,7 +233,7 @@ def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
     """Restore the variables of a model after the context."""
-    with beside_variables(model):
+    with colocate_slots(model):
         model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     values = [variable.numpy() for variable in variables]

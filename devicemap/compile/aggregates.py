@@ -74,18 +74,18 @@ class Sum:
     def wide(self) -> Any:
         return _WIDE.get(self.narrow, self.narrow)
 
-    def reduced(self, rows: Any) -> Any:
+    def reduce_rows(self, rows: Any) -> Any:
         """Return the state of rows `[rows, ...]`."""
-        return self.narrowed(_add_rows(rows))
+        return self.to_narrow(_add_rows(rows))
 
-    def merged(self, states: Any, counts: Any) -> Any:
+    def merge_states(self, states: Any, counts: Any) -> Any:
         """Return the state of `[states, ...]`, which have these numbers of rows."""
         return tf.reduce_sum(states, 0)
 
-    def narrowed(self, state: Any) -> Any:
+    def to_narrow(self, state: Any) -> Any:
         return tf.cast(state, self.narrow)
 
-    def finished(self, state: Any, count: Any) -> Any:
+    def finish_state(self, state: Any, count: Any) -> Any:
         """Return the result of a state of `count` rows."""
         return tf.cast(state, self.dtype)
 
@@ -97,20 +97,20 @@ class Mean(Sum):
         super().__init__(dtype)
         self.narrow = tf.int64 if dtype.is_integer and dtype != tf.uint64 else dtype
 
-    def reduced(self, rows: Any) -> Any:
+    def reduce_rows(self, rows: Any) -> Any:
         if self.dtype.is_integer:
-            return tf.reduce_sum(self.narrowed(rows), 0)
+            return tf.reduce_sum(self.to_narrow(rows), 0)
         total = _add_rows(rows)
-        return self.narrowed(tf.math.divide_no_nan(total, tf.cast(count_rows(rows), total.dtype)))
+        return self.to_narrow(tf.math.divide_no_nan(total, tf.cast(count_rows(rows), total.dtype)))
 
-    def merged(self, states: Any, counts: Any) -> Any:
+    def merge_states(self, states: Any, counts: Any) -> Any:
         if self.dtype.is_integer:
-            return super().merged(states, counts)
+            return super().merge_states(states, counts)
         shares = tf.math.divide_no_nan(tf.cast(counts, tf.float64), tf.cast(tf.reduce_sum(counts), tf.float64))
         shares = tf.reshape(shares, tf.concat([tf.shape(counts), tf.ones([tf.rank(states) - 1], tf.int32)], 0))
         return tf.reduce_sum(states * tf.cast(shares, states.dtype), 0)
 
-    def finished(self, state: Any, count: Any) -> Any:
+    def finish_state(self, state: Any, count: Any) -> Any:
         if self.dtype.is_integer:  # tf.reduce_mean of integers truncates
             return tf.cast(tf.truncatediv(state, tf.cast(tf.maximum(count, 1), state.dtype)), self.dtype)
         state = tf.cast(state, self.dtype)
@@ -129,10 +129,10 @@ class Min(Sum):
         if dtype.is_complex:
             self._refuse(dtype)
 
-    def reduced(self, rows: Any) -> Any:
+    def reduce_rows(self, rows: Any) -> Any:
         return self._op(rows, 0)
 
-    def merged(self, states: Any, counts: Any) -> Any:
+    def merge_states(self, states: Any, counts: Any) -> Any:
         return self._op(states, 0)
 
 

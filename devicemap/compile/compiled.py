@@ -173,7 +173,7 @@ class CompiledMap:
         """Pack leaves into the nest that the user's function returns, or into the result of the reduction."""
         structure = self.traced.structure
         if self.traced.reduction is not None:
-            return self.traced.reduction.packed(leaves)
+            return self.traced.reduction.pack_result(leaves)
         return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
     def pack_no_rows(self) -> Any:
@@ -183,9 +183,9 @@ class CompiledMap:
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
         """Merge the states of neighbouring chunks, in order, in eager code, and return the result of the reduction."""
         assert self.traced.reduction is not None
-        merged = self.traced.reduction.merged_as_they_come(states, self._output_device)
+        merged = self.traced.reduction.merge_stream(states, self._output_device)
         with tf.device(self._output_device):
-            return self.pack(self.traced.reduction.finished(merged or self.traced.no_rows()))
+            return self.pack(self.traced.reduction.finish_state(merged or self.traced.no_rows()))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -219,7 +219,7 @@ class CompiledMap:
 
         def function_on(device: str) -> Callable[..., list[Any]]:
             captures = replaced.get(device, {})  # calls on the others fail
-            handles = [captures.get(key, v.handle) for key, v in replicas.sent(self.slots.index(device)).items()]
+            handles = [captures.get(key, v.handle) for key, v in replicas.replicated(self.slots.index(device)).items()]
             return partial(cancellation.run, unrecorded(self.graph(specs[device]), attributes), *handles)
 
         return {device: partial(function_on, device) for device in self.devices}

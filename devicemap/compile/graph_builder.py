@@ -15,7 +15,7 @@ from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS,
     NO_AUTO_CONTROL_DEPS_NOINLINE,
     add_control_outputs,
-    tells_callers,
+    exports_control_outputs,
     with_captures,
 )
 from devicemap._tensorflow.gradients import differentiate_in_place
@@ -65,7 +65,7 @@ class CallGraphBuilder:
         return any(capture.dtype == tf.resource for capture in self.traced.captures)
 
     @property
-    def stays_whole(self) -> bool:
+    def is_noinline(self) -> bool:
         """Whether the graph must not be inlined into the user's function."""
         audit = self.traced.audit
         # A graph with a loop returns the handles that the gradient of the loop takes. If it stays whole, the placer cannot
@@ -80,18 +80,18 @@ class CallGraphBuilder:
         # edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are).
         trains = self.traced.own_rows and not audit.effects
         would_be_chained = audit.acts and not trains
-        reads_too_late = self.reads and not tells_callers()
+        reads_too_late = self.reads and not exports_control_outputs()
         return would_be_folded or would_be_chained or reads_too_late
 
     @property
-    def hides_ends(self) -> bool:
+    def returns_early(self) -> bool:
         """Whether the call returns results on the output device before the devices have computed them."""
         return kind_of(self.output_device) != "CPU"
 
     @property
-    def has_arrivals(self) -> bool:
+    def records_end_times(self) -> bool:
         """Whether the graph returns the end time of each shard. Inside a function, other ops would wait for the clock."""
-        useful = not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
+        useful = not self.spec.is_inside and (len(self.spec.slots) > 1 or self.returns_early)
         return useful and not ops_are_deterministic()
 
     def build(self) -> Any:
@@ -100,14 +100,14 @@ class CallGraphBuilder:
         Returns:
             A `ConcreteFunction`: `(handles of replicas, *leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`. The returned
-            rows are int64 `[shards]` per leaf. `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the
+            rows are int64 `[shards]` per leaf. `end_times` is empty, or one float64 tensor `[shards]` of seconds since the
             epoch.
         """
-        attributes = NO_AUTO_CONTROL_DEPS_NOINLINE if self.stays_whole else NO_AUTO_CONTROL_DEPS
+        attributes = NO_AUTO_CONTROL_DEPS_NOINLINE if self.is_noinline else NO_AUTO_CONTROL_DEPS
         function = partial(tf.function, autograph=False, experimental_attributes=attributes)
         with tf.device(None):
             if self.spec.engine is Engine.CHUNKS:
-                handles = [tf.TensorSpec([], tf.resource) for _ in self.replicas.sent(self.spec.slots[0])]
+                handles = [tf.TensorSpec([], tf.resource) for _ in self.replicas.replicated(self.spec.slots[0])]
                 return function(self._run_chunk).get_concrete_function(handles, *self.traced.input_specs)
             sizes = tf.TensorSpec([len(self.traces)], tf.int32)
             graph = function(self._run).get_concrete_function(sizes, *self.traced.input_specs)
@@ -135,22 +135,22 @@ class CallGraphBuilder:
                 results.append(run([*after, *assigned]))
         acting = [op for part in results for op in ops_of(part)] if self.traced.audit.acts else []
         ends = []
-        if self.has_arrivals and self.hides_ends:
-            ends = [ended_on(self.slots[slot], part) for slot, part in zip(self.spec.slots, results)]
+        if self.records_end_times and self.returns_early:
+            ends = [completion_ops(self.slots[slot], part) for slot, part in zip(self.spec.slots, results)]
         with tf.device(self.output_device):
             if self.spec.empty_shards:
                 results = [_like_first(part, results[0]) for part in results]
             # The gradient of the join reads the shape of each part on this device. A single part is not joined.
-            results = [copied(part) for part in results]
+            results = [copy_leaves(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
             if self.traced.audit.acts or self.reads:  # the results depend on all reads
                 joined = add_control_outputs(acting, joined)
-        with tf.device(HOST if self.hides_ends else self.output_device):
-            arrivals = [arrivals_of(ends)] if self.has_arrivals else []
+        with tf.device(HOST if self.returns_early else self.output_device):
+            end_times = [completion_times(ends)] if self.records_end_times else []
         if self.spec.differentiable:
             differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
-        return joined, lengths, arrivals
+        return joined, lengths, end_times
 
     def _joined(self, results: list[list[Any]], sizes: Any) -> tuple[list[Any], list[Any]]:
         """Gather the results of all shards, on the current device, or merge and finish the states of a reduction.
@@ -161,7 +161,7 @@ class CallGraphBuilder:
         reduction, lengths = self.traced.reduction, list[Any]()
         joined = [join(parts) for parts in zip(*results)]
         if reduction is not None:
-            joined, lengths = reduction.finished(joined), joined[-1:]
+            joined, lengths = reduction.finish_state(joined), joined[-1:]
         elif self.traced.counts_rows and len(results) > 1:
             lengths = [row_counts(parts) for parts in zip(*results)]
         if self.traced.counts_rows and self.spec.is_inside:  # eager code checks them after the call
@@ -174,9 +174,9 @@ class CallGraphBuilder:
         (slot,) = self.spec.slots
         with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
             results = self._call(self.traced, leaves, self.replicas.with_handles(slot, handles))
-            ended = ended_on(self.slots[slot], results) if self.hides_ends else []
+            ended = completion_ops(self.slots[slot], results) if self.returns_early else []
         with tf.device(self.output_device):
-            copies = copied(results)
+            copies = copy_leaves(results)
             must = [*ended, *(ops_of(results) if self.traced.audit.acts else ())]
             return add_control_outputs(must, copies) if must else copies
 
@@ -196,7 +196,7 @@ class CallGraphBuilder:
         """Call a trace on the current device. `captures` are by the `Tensor.ref()` of the captures that they replace."""
         # Without a copy, ops that are colocated with their input (those of tf.debugging) would run on the device that cut the
         # shard, and constants would wait for that device (test_work_is_where_it_belongs).
-        shard = copied(list(shard))
+        shard = copy_leaves(list(shard))
         function = with_captures(traced.concrete, captures)
         # Only around the call, because Grappler drops control edges that the inputs of the call already have.
         with tf.control_dependencies(after), contextlib.ExitStack() as scopes:
@@ -208,7 +208,7 @@ class CallGraphBuilder:
             return list(function(*shard))
 
 
-def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
+def completion_ops(device: str, results: Sequence[Any]) -> list[Any]:
     """Return an op on the host that runs when a device has computed these results. It takes an element of each result."""
     with tf.device(device):
         firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
@@ -222,7 +222,7 @@ def sizes_in_graph(rows: Any, shards: int) -> Any:
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
 
 
-def copied(leaves: list[Any]) -> list[Any]:
+def copy_leaves(leaves: list[Any]) -> list[Any]:
     """Return the leaves on the current device."""
     return [tf.identity(leaf) for leaf in leaves]
 
@@ -232,7 +232,7 @@ def ops_of(results: Sequence[Any]) -> list[Any]:
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
 
 
-def arrivals_of(ends: Sequence[Sequence[Any]]) -> Any:
+def completion_times(ends: Sequence[Sequence[Any]]) -> Any:
     """Return the times at which these groups of ops ended: float64 `[len(ends)]`, in seconds since the epoch."""
     times = []
     for ops in ends:

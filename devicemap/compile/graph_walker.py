@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import reached
+from devicemap._tensorflow.functions import reachable
 
 _ALIASES = frozenset("Identity IdentityN".split())
 
@@ -37,7 +37,7 @@ class FunctionBody:
     def live(self) -> Mapping[str, Any]:
         """The nodes that the results need. pfor leaves unneeded nodes for a single row in the graph."""
         inputs = {name: [*map(node_name, node.input)] for name, node in self.nodes.items()}
-        needed = reached(map(node_name, self.results), lambda name: inputs.get(name, ()))
+        needed = reachable(map(node_name, self.results), lambda name: inputs.get(name, ()))
         return {name: self.nodes[name] for name in needed if name in self.nodes}
 
     @cached_property
@@ -77,7 +77,7 @@ class GraphWalker:
 
     def bodies(self) -> list[FunctionBody]:
         """Return the body of the graph and of each function that its nodes call, once."""
-        return reached(
+        return reachable(
             [self.root], lambda body: [each for node in body.nodes.values() for each in self.called_by(node)]
         )
 
@@ -108,14 +108,14 @@ def called_names(node: Any) -> list[str]:
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     """Return whether a tensor of a graph is computed from one of the `sources`, which are dense, ragged or sparse tensors."""
-    ops = reached([tensor.op], lambda op: [each.op for each in op.inputs])
+    ops = reachable([tensor.op], lambda op: [each.op for each in op.inputs])
     used = {each.ref() for each in (tensor, *(each for op in ops for each in op.inputs))}
     return any(each.ref() in used for each in tf.nest.flatten(list(sources), expand_composites=True))
 
 
 def is_constant(tensor: Any) -> bool:
     """Return whether a tensor of a graph is computed from constants only."""
-    ops = reached([tensor.op], lambda op: [each.op for each in op.inputs])
+    ops = reachable([tensor.op], lambda op: [each.op for each in op.inputs])
     return all(op.inputs or op.type == "Const" for op in ops)
 
 

@@ -109,9 +109,10 @@ class BoundReduction(ABC):
         self._merge_specs = [*self._state_specs(), tf.TensorSpec([None], tf.int64)]
         # Trace the user's functions before anything is computed, because they may fail.
         trace, states = partial(tf.function, autograph=False), self._merge_specs
-        self._reduce_graph = trace(lambda *results: self._reduced(results)).get_concrete_function(*specs)
-        self._merge_graph = trace(lambda *s: [leaf[None] for leaf in self._merged(s)]).get_concrete_function(*states)
-        self._finish_graph = trace(lambda *s: self._finished(self._merged(s))).get_concrete_function(*states)
+        self._reduce_graph = trace(lambda *results: self._reduce_rows(results)).get_concrete_function(*specs)
+        merge = trace(lambda *s: [leaf[None] for leaf in self._merge_states(s)])
+        self._merge_graph = merge.get_concrete_function(*states)
+        self._finish_graph = trace(lambda *s: self._finish_states(self._merge_states(s))).get_concrete_function(*states)
         self.captured = self._finish_graph.captured_inputs
         """The tensors that the user's functions capture."""
 
@@ -124,19 +125,19 @@ class BoundReduction(ABC):
         """Return the `tf.TensorSpec`s of states to be merged, of shapes `[None, ...]`, without the number of rows."""
 
     @abstractmethod
-    def _reduced(self, results: Sequence[Any]) -> list[Any]:
+    def _reduce_rows(self, results: Sequence[Any]) -> list[Any]:
         """Return the state of results `[rows, ...]`, without the axis of states, in dtypes to be sent."""
 
     @abstractmethod
-    def _merged(self, states: Sequence[Any]) -> list[Any]:
+    def _merge_states(self, states: Sequence[Any]) -> list[Any]:
         """Return one state of any number of states, both in the dtypes for merging."""
 
-    def _narrowed(self, state: Sequence[Any]) -> list[Any]:
+    def _to_narrow(self, state: Sequence[Any]) -> list[Any]:
         """Return a state in dtypes to be sent."""
         return list(state)
 
     @abstractmethod
-    def _finished(self, state: Sequence[Any]) -> Any:
+    def _finish_states(self, state: Sequence[Any]) -> Any:
         """Return the nest of the result."""
 
     def over(self, over_rows: Any, specs: Sequence[Any]) -> Any:
@@ -165,11 +166,11 @@ class BoundReduction(ABC):
                 stop = tf.minimum(start + block, rows)
                 results = over_rows(*(take_rows(leaf, start, stop) for leaf in leaves))
                 added = self._state_of(results, tf.cast(stop - start, tf.int64))
-                return stop, self._merged([tf.stack([a, tf.cast(b, a.dtype)]) for a, b in zip(state, added)])
+                return stop, self._merge_states([tf.stack([a, tf.cast(b, a.dtype)]) for a, b in zip(state, added)])
 
-            nothing = self._merged([empty_rows(spec) for spec in self._merge_specs])
+            nothing = self._merge_states([empty_rows(spec) for spec in self._merge_specs])
             _, state = tf.while_loop(lambda start, _: start < rows, step, (0, nothing), parallel_iterations=1)
-            return as_states(self._narrowed(state), leaves[0])
+            return as_states(self._to_narrow(state), leaves[0])
 
         return reduced.get_concrete_function(*specs)
 
@@ -181,11 +182,11 @@ class BoundReduction(ABC):
             count = counts[tf.argmax(tf.cast(counts != rows, tf.int32))]
         return [*state, count]
 
-    def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    def merge_states(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Merge neighbouring states, in eager code, into leaves `[1, ...]`. The first part may be a merged state."""
-        return list(self._merge_graph(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
+        return list(self._merge_graph(*(join(leaves) for leaves in zip(*map(self._to_wide, parts)))))
 
-    def merged_as_they_come(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:
+    def merge_stream(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:
         """Merge states in order on a device, and keep few states in memory. Return `None` if there are no states."""
         limit = max(2, min(_MAX_STATES, _BLOCK_BYTES // max(self._result_bytes, 1)))
         kept: list[Sequence[Any]] = []
@@ -193,19 +194,19 @@ class BoundReduction(ABC):
             kept.append(state)
             if len(kept) == limit:
                 with tf.device(device):
-                    kept = [self.merged(kept)]
+                    kept = [self.merge_states(kept)]
         with tf.device(device):
-            return self.merged(kept) if kept else None
+            return self.merge_states(kept) if kept else None
 
-    def finished(self, states: Sequence[Any]) -> list[Any]:
+    def finish_state(self, states: Sequence[Any]) -> list[Any]:
         """Return the leaves of the result, in eager code or in a graph. `states` are in the order of rows."""
-        return list(tf.nest.flatten(self._finish_graph(*self._widened(states))))
+        return list(tf.nest.flatten(self._finish_graph(*self._to_wide(states))))
 
-    def packed(self, leaves: Sequence[Any]) -> Any:
+    def pack_result(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the result."""
         return as_objects(tf.nest.pack_sequence_as(self._finish_graph.structured_outputs, leaves))
 
-    def _widened(self, states: Sequence[Any]) -> list[Any]:
+    def _to_wide(self, states: Sequence[Any]) -> list[Any]:
         return [tf.cast(leaf, spec.dtype) for leaf, spec in zip(states, self._merge_specs)]
 
 
@@ -220,20 +221,20 @@ class _OpReduction(BoundReduction):
     def _state_specs(self) -> list[Any]:
         return [tf.TensorSpec(spec.shape, op.wide) for op, spec in zip(self._ops, self._specs)]
 
-    def _reduced(self, results: Sequence[Any]) -> list[Any]:
-        return [*(op.reduced(leaf) for op, leaf in zip(self._ops, results)), count_rows(results[0])]
+    def _reduce_rows(self, results: Sequence[Any]) -> list[Any]:
+        return [*(op.reduce_rows(leaf) for op, leaf in zip(self._ops, results)), count_rows(results[0])]
 
-    def _merged(self, states: Sequence[Any]) -> list[Any]:
+    def _merge_states(self, states: Sequence[Any]) -> list[Any]:
         *leaves, counts = states
-        return [*(op.merged(leaf, counts) for op, leaf in zip(self._ops, leaves)), tf.reduce_sum(counts)]
+        return [*(op.merge_states(leaf, counts) for op, leaf in zip(self._ops, leaves)), tf.reduce_sum(counts)]
 
-    def _narrowed(self, state: Sequence[Any]) -> list[Any]:
+    def _to_narrow(self, state: Sequence[Any]) -> list[Any]:
         *leaves, count = state
-        return [*(op.narrowed(leaf) for op, leaf in zip(self._ops, leaves)), count]
+        return [*(op.to_narrow(leaf) for op, leaf in zip(self._ops, leaves)), count]
 
-    def _finished(self, state: Sequence[Any]) -> Any:
+    def _finish_states(self, state: Sequence[Any]) -> Any:
         *leaves, count = state
-        finished = [op.finished(leaf, count) for op, leaf in zip(self._ops, leaves)]
+        finished = [op.finish_state(leaf, count) for op, leaf in zip(self._ops, leaves)]
         return tf.nest.pack_sequence_as(self._structure, finished)
 
 
@@ -254,11 +255,11 @@ class _CustomReduction(BoundReduction):
     def _state_specs(self) -> list[Any]:
         return [tf.TensorSpec([None, *leaf.shape], leaf.dtype) for leaf in tf.nest.flatten(self._initial)]
 
-    def _reduced(self, results: Sequence[Any]) -> list[Any]:
+    def _reduce_rows(self, results: Sequence[Any]) -> list[Any]:
         count = count_rows(results[0])
         return [*self._fold(self._user_functions[0], self._structure, results, count), count]
 
-    def _merged(self, states: Sequence[Any]) -> list[Any]:
+    def _merge_states(self, states: Sequence[Any]) -> list[Any]:
         *leaves, counts = states
         return [*self._fold(self._user_functions[1], self._initial, leaves, count_rows(counts)), tf.reduce_sum(counts)]
 
@@ -277,7 +278,7 @@ class _CustomReduction(BoundReduction):
         _, state = tf.while_loop(lambda i, _: i < stop, step, (0, self._initial), parallel_iterations=1)
         return list(tf.nest.flatten(state))
 
-    def _finished(self, state: Sequence[Any]) -> Any:
+    def _finish_states(self, state: Sequence[Any]) -> Any:
         return as_nodes(self._user_functions[2](as_objects(tf.nest.pack_sequence_as(self._initial, list(state)[:-1]))))
 
 

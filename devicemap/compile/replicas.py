@@ -22,13 +22,13 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import temporary_variable
-from devicemap._tensorflow.gradient_links import Lookups, fanned_out, redirecting
-from devicemap._tensorflow.gradients import holds_gradients
+from devicemap._tensorflow.gradient_links import Lookups, fan_out, gradient_redirector
+from devicemap._tensorflow.gradients import can_redirect_gradients
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.lookups import lookups_in
 from devicemap.compile.trace import Traced
-from devicemap.compile.transfers import send_along_tree, sent_together
+from devicemap.compile.transfers import send_along_tree, send_in_buckets
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
@@ -44,7 +44,7 @@ class Replicas:
     def __init__(self, traced: Traced, slots: Sequence[str], spec: CallSpec):
         self._slots = tuple(slots)
         self._differentiable = spec.differentiable
-        self._redirect = redirecting()
+        self._redirect = gradient_redirector()
         self._seeds: dict[Any, Any] = {}
         self._tensors: dict[Any, Any] = {}
         read: dict[Any, Any] = {}
@@ -63,7 +63,7 @@ class Replicas:
             else:
                 stay.append(capture.device)
         # Ops that request a device, or need the shape of a variable, take no replica. Gradients must reach the variable.
-        audit, redirects = traced.audit, holds_gradients() or not spec.differentiable
+        audit, redirects = traced.audit, can_redirect_gradients() or not spec.differentiable
         copied = redirects and not (spec.engine is Engine.REWRITTEN or audit.pinned or audit.gathers_nd)
         if not copied:
             stay += [variable.device for variable in read.values()]
@@ -79,26 +79,26 @@ class Replicas:
         with tf.init_scope():
             for key, tensor in ({} if spec.differentiable else self._tensors).items():
                 away = [number for number, slot in enumerate(slots) if home_of(tensor) != slot]
-                for near, _, numbers in self._on_hosts(tensor, home_of(tensor), away):
+                for near, _, numbers in self._send_to_hosts(tensor, home_of(tensor), away):
                     for number in numbers:
-                        self._kept[number][key] = _shared(tensor, near, slots[number])
-        self._lasting: list[dict[Any, Any]] = [{} for _ in slots]
+                        self._kept[number][key] = _copy_on_device(tensor, near, slots[number])
+        self._persistent: list[dict[Any, Any]] = [{} for _ in slots]
         # Variable creators and strategies of the user apply to this thread (test_copies_are_not_the_users_variables).
         with ThreadPoolExecutor(1) as other_thread:
             if spec.is_inside and self._loops:
-                other_thread.submit(self._create_lasting).result()
+                other_thread.submit(self._create_persistent).result()
             if self._seeds:
                 # Its op RngReadAndSkip is the only one that reads and advances a state in one step.
                 self._draws = other_thread.submit(tf.random.Generator.from_seed, 0).result()
 
-    def _create_lasting(self) -> None:
+    def _create_persistent(self) -> None:
         """Create the replicas that calls inside of a `tf.function` share."""
-        for number, replicas in enumerate(self._lasting):
-            for key, variable in self.sent(number).items():
+        for number, replicas in enumerate(self._persistent):
+            for key, variable in self.replicated(number).items():
                 with tf.device(self._device_of(key, number)):
-                    replicas[key] = _without_value(variable)
+                    replicas[key] = _uninitialized_like(variable)
 
-    def sent(self, slot: int) -> dict[Any, Any]:
+    def replicated(self, slot: int) -> dict[Any, Any]:
         """Return the variables of which a slot gets a replica, by key."""
         return {k: v for k, v in self._copied.items() if v.device != self._slots[slot]} | self._seeds
 
@@ -116,28 +116,28 @@ class Replicas:
             kind = self._kind(key)
             with tf.device(variable.device):
                 count = 1 + len(near)
-                handles = fanned_out(variable.handle, count, kind) if apart else [variable.handle] * count
+                handles = fan_out(variable.handle, count, kind) if apart else [variable.handle] * count
                 value = tf.raw_ops.ReadVariableOp(resource=handles[0], dtype=variable.dtype)
                 if self._loops and away and kind in (Lookups.SHARED, Lookups.DISTINCT):
-                    value, *others = fanned_out(value, count, kind)
+                    value, *others = fan_out(value, count, kind)
                     handles[1:] = [self._redirect(variable.handle, other) for other in others]
             found[key] = dict(zip(near, handles[1:]))
             if away:
                 sent[key] = value, variable.device, kind
 
         def send(value: Any, home: str, kind: Lookups) -> dict[int, Any]:
-            return self._for_slots(value, home, kind, [number for number in wanted if self._slots[number] != home])
+            return self._send_to_slots(value, home, kind, [number for number in wanted if self._slots[number] != home])
 
-        for key, copies in sent_together(sent, self._slots, send).items():
+        for key, copies in send_in_buckets(sent, self._slots, send).items():
             found[key] |= copies
         if self._differentiable:
             found |= {
-                key: self._for_slots(tensor, home_of(tensor), self._kind(key), wanted)
+                key: self._send_to_slots(tensor, home_of(tensor), self._kind(key), wanted)
                 for key, tensor in self._tensors.items()
             }
         for key, variable in self._seeds.items():
             with tf.device(variable.device):
-                found[key] = self._seeds_of_slots(variable)
+                found[key] = self._split_seeds(variable)
         return found
 
     def create(self, slot: int, values: dict[Any, Any]) -> tuple[dict[Any, Any], list[Any]]:
@@ -149,10 +149,10 @@ class Replicas:
         captures, assignments = {**self._kept[slot]}, []
         if self._differentiable:
             captures |= {key: values[key][slot] for key in (*self._tensors, *self._copied)}
-        for key, variable in self.sent(slot).items():
+        for key, variable in self.replicated(slot).items():
             value = values[key][slot]
             with tf.device(self._device_of(key, slot)):
-                kept = self._lasting[slot].get(key)
+                kept = self._persistent[slot].get(key)
                 captures[key] = temporary_variable(variable) if kept is None else kept.handle
                 assigned = tf.raw_ops.AssignVariableOp(resource=captures[key], value=value)
             if assigned is None:  # in eager code
@@ -165,8 +165,8 @@ class Replicas:
         return captures, assignments
 
     def with_handles(self, slot: int, handles: Sequence[Any]) -> dict[Any, Any]:
-        """Return the captures of a slot, by key, with these handles of its replicas, in the order of `sent`."""
-        return self._kept[slot] | dict(zip(self.sent(slot), handles))
+        """Return the captures of a slot, by key, with these handles of its replicas, in the order of `replicated`."""
+        return self._kept[slot] | dict(zip(self.replicated(slot), handles))
 
     def _device_of(self, key: Any, slot: int) -> str:
         return self._loop_home if self._loop_home and key in self._seeds else self._slots[slot]
@@ -174,7 +174,7 @@ class Replicas:
     def _kind(self, key: Any) -> Lookups:
         return self._lookups.get(key, Lookups.NONE)
 
-    def _for_slots(self, value: Any, home: str, kind: Lookups, numbers: Sequence[int]) -> dict[int, Any]:
+    def _send_to_slots(self, value: Any, home: str, kind: Lookups, numbers: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
 
         The tree begins at the slot of `home`, so that variables on different devices use different slots in between.
@@ -183,11 +183,11 @@ class Replicas:
         numbers = sorted(numbers, key=lambda number: (number - first) % count)
         return {
             there[i]: arrived
-            for near, device, there in self._on_hosts(value, home, numbers, kind)
+            for near, device, there in self._send_to_hosts(value, home, numbers, kind)
             for i, arrived in send_along_tree(near, device, kind, [self._slots[number] for number in there]).items()
         }
 
-    def _on_hosts(
+    def _send_to_hosts(
         self, value: Any, home: str, numbers: Sequence[int], kind: Lookups = Lookups.NONE
     ) -> list[tuple[Any, str, list[int]]]:
         """Copy a value of the device `home` to each host of these slots. Return copies, their devices, and the slots there."""
@@ -195,7 +195,7 @@ class Replicas:
         for number in numbers:
             hosts.setdefault(host_of(self._slots[number]), []).append(number)
         with tf.device(home):
-            values = fanned_out(value, len(hosts), kind) if hosts else []
+            values = fan_out(value, len(hosts), kind) if hosts else []
         found = []
         for (host, there), near in zip(hosts.items(), values):
             device = home
@@ -206,7 +206,7 @@ class Replicas:
             found.append((near, device, there))
         return found
 
-    def _seeds_of_slots(self, variable: Any) -> Any:
+    def _split_seeds(self, variable: Any) -> Any:
         """Return unique seeds `[slots, 2]` for the slots, and advance the original by one step."""
         seed = variable.read_value()
         with tf.control_dependencies([seed]):
@@ -268,7 +268,7 @@ _on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()
 _copying = threading.Lock()
 
 
-def _shared(original: Any, near: Any, device: str) -> Any:
+def _copy_on_device(original: Any, near: Any, device: str) -> Any:
     """Return the copy of a tensor that all maps share on a device, and create it from the copy `near` if there is none."""
     with _copying, tf.device(device):
         copy = _on_devices.get((id(original), device))
@@ -277,7 +277,7 @@ def _shared(original: Any, near: Any, device: str) -> Any:
         return copy
 
 
-def _without_value(variable: Any) -> Any:
+def _uninitialized_like(variable: Any) -> Any:
     """Return a variable with the shape of the original, which gradients of loops read, and without its value."""
     try:
         nothing = tf.zeros(variable.shape, variable.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import waiting_for
+from devicemap._tensorflow.functions import run_after
 from devicemap.data.rows import count_rows
 from devicemap.data.structure import nodes_of, refused_by
 from devicemap.errors import failure
@@ -111,19 +111,19 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
         f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and "
         "rows given, per device:"
     )
-    # tf.debugging would use the condition twice, and `waiting_for` would send the results through the first GPU.
+    # tf.debugging would use the condition twice, and `run_after` would send the results through the first GPU.
     checks = [
         tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
         for counts in returned or [row_counts([leaf]) for leaf in results]
     ]
-    return waiting_for(checks, results)
+    return run_after(checks, results)
 
 
 def with_equal_rows(rows: Sequence[Any], name: str, advice: str) -> list[Any]:
     """Add an assertion to a graph that the inputs and targets of a model have the same number of rows."""
     counts = tf.stack([count_rows(leaf) for leaf in rows])
     message = f"{name} got inputs or targets with different numbers of rows; expected the same. {advice}. Rows:"
-    return waiting_for([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
+    return run_after([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
 
 
 def with_static_rows(leaf: Any, rows: int | None) -> Any:

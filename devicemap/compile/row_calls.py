@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import graphs_within, reached
+from devicemap._tensorflow.functions import graphs_within, reachable
 from devicemap._tensorflow.pfor import convert, run_again, wrap_stacked
 from devicemap.compile.graph_walker import CALLS, GraphWalker, node_name
 from devicemap.compile.row_loop import row_by_row
@@ -92,7 +92,7 @@ class RowCalls:
 
     def add(self, given: Any, reason: Exception) -> list[Any]:
         """Call an op row by row, and return the results, or placeholders if they cannot be stacked."""
-        inputs = [_taken(each) for each in given.inputs]
+        inputs = [_as_input(each) for each in given.inputs]
         call = RowCall(given.pfor, given.op, inputs, reason)
         call = self._calls.setdefault((given.pfor, given.op), call)
         if not _is_stackable(call.op):
@@ -115,7 +115,7 @@ class RowCalls:
         for each in calls:
             if each in self._results:
                 continue
-            if _is_stackable(each.op) and (each.op in outputs or needed & {*_users([each.op])} - inside):
+            if _is_stackable(each.op) and (each.op in outputs or needed & {*_consumers([each.op])} - inside):
                 last.append(each)
             else:
                 self._results[each] = each.placeholders()
@@ -133,7 +133,7 @@ class RowCalls:
             inputs = [
                 CallResult(self._calls[call.converter, tensor.op], tensor.value_index)
                 if tensor.op in inside
-                else _taken(convert(call.converter, tensor))
+                else _as_input(convert(call.converter, tensor))
                 for tensor in op.inputs
             ]
             self._calls[call.converter, op] = RowCall(call.converter, op, inputs, call.reason)
@@ -156,16 +156,16 @@ class RowCalls:
             ]
 
         def with_users(ops: Iterable[Any]) -> set[Any]:
-            return {*reached(possible(ops), lambda op: [] if _is_stackable(op) else possible(_users([op])))}
+            return {*reachable(possible(ops), lambda op: [] if _is_stackable(op) else possible(_consumers([op])))}
 
         inside = draws | with_users(user for tensor in taken for user in tensor.consumers())
         while True:
-            after = {*reached(_users(filter(_is_stackable, inside)), lambda op: _users([op]))}
-            between = after & _before(inside) - inside
+            after = {*reachable(_consumers(filter(_is_stackable, inside)), lambda op: _consumers([op]))}
+            between = after & _ancestors(inside) - inside
             if not between:
                 return inside
             if len(between) > _OPS_PER_LOOP or not all(map(_is_small, between)):
-                return {op for op in inside if not _before([op]) & between}
+                return {op for op in inside if not _ancestors([op]) & between}
             inside |= with_users(between)
 
     def _draws(self, call: RowCall, needed: set[Any]) -> set[Any]:
@@ -173,7 +173,7 @@ class RowCalls:
         if not any(each.op.type in _BEFORE_OTHERS for each in call.calls):
             return set()
         begins = {op for op in needed if op.type in _BEFORE_OTHERS and (call.converter, op) not in self._calls}
-        return {op for op in begins if not _before([op]) & begins - {op}}
+        return {op for op in begins if not _ancestors([op]) & begins - {op}}
 
 
 def result_of(tensor: Any) -> CallResult | None:
@@ -181,7 +181,7 @@ def result_of(tensor: Any) -> CallResult | None:
     return getattr(tensor, _RESULT, None)
 
 
-def _taken(converted: Any) -> Any:
+def _as_input(converted: Any) -> Any:
     return result_of(converted.t) or converted
 
 
@@ -226,16 +226,16 @@ def _is_small(op: Any) -> bool:
 
 
 def _needed_ops(graph: Any) -> set[Any]:
-    return _before([*(tensor.op for tensor in graph.outputs), *graph.control_outputs])
+    return _ancestors([*(tensor.op for tensor in graph.outputs), *graph.control_outputs])
 
 
-def _users(ops: Iterable[Any]) -> list[Any]:
+def _consumers(ops: Iterable[Any]) -> list[Any]:
     return [user for op in ops for output in op.outputs for user in output.consumers()]
 
 
-def _before(ops: Iterable[Any]) -> set[Any]:
+def _ancestors(ops: Iterable[Any]) -> set[Any]:
     """Return these ops, and all that run before them."""
-    return {*reached(ops, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])}
+    return {*reachable(ops, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])}
 
 
 def needs_placeholders(vectorized: Any) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import calling
-from devicemap._tensorflow.gradients import differentiate_freely
+from devicemap._tensorflow.functions import call_with_leaves
+from devicemap._tensorflow.gradients import unpin_gradients
 from devicemap.compile.audit import Audit, Treatment, audit
 from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
@@ -200,11 +200,12 @@ def _reduced(reduction: BoundReduction, loops: list[ShardFunction], specs: list[
 
 def _traced(loop: ShardFunction, specs: list[Any], in_place: Sequence[Any], **facts: Any) -> Traced:
     """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
-    differentiate_freely(loop.concrete.graph)
+    unpin_gradients(loop.concrete.graph)
     found = audit(loop.concrete, in_place)
     by_gradients = found.loops and not tf.config.get_soft_device_placement()  # which otherwise ignores their groups
     if found.colocated or by_gradients:  # the names of colocation groups must stay unique
-        loop = replace(loop, concrete=calling(loop.concrete, specs, experimental_attributes={"_noinline": True}))
+        called = call_with_leaves(loop.concrete, specs, experimental_attributes={"_noinline": True})
+        loop = replace(loop, concrete=called)
         found = audit(loop.concrete, in_place)
     return Traced(**vars(loop), audit=found, **facts)
 
@@ -259,4 +260,4 @@ def _compile_with_xla(loop: ShardFunction, specs: list[Any]) -> ShardFunction:
     """Return the loop compiled by XLA, once for each number of rows of a shard."""
     if not all(isinstance(leaf, tf.Tensor) for leaf in loop.concrete.structured_outputs):
         raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
-    return replace(loop, concrete=calling(loop.concrete, specs, jit_compile=True))
+    return replace(loop, concrete=call_with_leaves(loop.concrete, specs, jit_compile=True))

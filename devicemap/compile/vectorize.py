@@ -16,14 +16,14 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import compiled_as_a_part, graphs_within, own_graphs, shows_functions
+from devicemap._tensorflow.functions import can_list_functions, compiled_as_a_part, graphs_within, traced_graphs
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
     checks_ops,
     convert_by,
-    of_all_rows,
+    map_all_rows,
     with_own_inputs,
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
@@ -88,7 +88,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     try:
         _check_function(row_fn, found, specs, options, signature)
         vectorized, slow = vectorize(row_fn, specs, force=wanted is True)
-        if (options.jit_compile or compiled_as_a_part()) and _parts_rows(vectorized):
+        if (options.jit_compile or compiled_as_a_part()) and _diverges(vectorized):
             raise _NotVectorizedError(
                 "fn has a branch or a loop whose condition differs between rows, and jit_compile=True",
                 "pass jit_compile=False",
@@ -122,11 +122,11 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     Raises:
         Exception: an op cannot be vectorised. The first line of the message is the reason.
     """
-    convert = _Vectorizer(force, own_graphs(row_fn.graph))
+    convert = _Vectorizer(force, traced_graphs(row_fn.graph))
 
     @tf.function(autograph=False)
     def vectorized(*leaves: Any) -> list[Any]:
-        return of_all_rows(row_fn, leaves)
+        return map_all_rows(row_fn, leaves)
 
     try:
         with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
@@ -185,13 +185,13 @@ class _Vectorizer:
             return error
         if is_control_flow(op) and op.graph not in self._own and _was_differentiated(op):
             return _NotVectorizedError(
-                f"fn calls a function whose gradient was taken before, which changes its loops and branches{_quoted(op)}",
+                f"fn calls a function whose gradient was taken before, which changes its loops and branches{_source_of(op)}",
                 "map the function before its gradient is taken",
             )
-        words = _first_line(error) if is_control_flow(op) else f"{op.type} {_words(error)}"
+        words = _first_line(error) if is_control_flow(op) else f"{op.type} {_reason_text(error)}"
         untested = converter is not None and op.type not in OPS
         remedies = getattr(error, "remedies", ()) or (_REPLACE,)
-        return _NotVectorizedError(f"{words}{_quoted(op)}", *[_FORCE] * untested, *remedies)
+        return _NotVectorizedError(f"{words}{_source_of(op)}", *[_FORCE] * untested, *remedies)
 
     def sentences(self) -> list[str]:
         """Say which ops run row by row, and why."""
@@ -227,7 +227,7 @@ def _was_differentiated(op: Any) -> bool:
     return any("_rewritten" in name for name in called_names(op.node_def))
 
 
-def _words(error: Exception) -> str:
+def _reason_text(error: Exception) -> str:
     """Return the reason in words that follow the name of the op."""
     if isinstance(error, NotVectorizableError):
         return str(error)
@@ -236,20 +236,20 @@ def _words(error: Exception) -> str:
     return f"has no vectorised form for this call: {_first_line(error)}"
 
 
-def _quoted(op: Any) -> str:
+def _source_of(op: Any) -> str:
     """Return the user's line that created an op, in parentheses."""
     line = source_line(op)
     return f" ({line})" if line else ""
 
 
-def _parts_rows(vectorized: Any) -> bool:
+def _diverges(vectorized: Any) -> bool:
     """Whether rows take different branches or leave loops at different steps. XLA does not know the sizes of their groups."""
     return "DynamicPartition" in op_types(vectorized)
 
 
 def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, signature: Sequence[Any]) -> None:
     """Raise `_NotVectorizedError` if the function as a whole cannot be vectorised."""
-    if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
+    if options.vectorize is not True and not (checks_ops() and can_list_functions(row_fn.graph)):
         raise _NotVectorizedError(_HIDDEN, _FORCE)
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
         raise _NotVectorizedError("the rows of the data are sparse, or may differ in shape")
@@ -260,7 +260,10 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
     if found.effects:
         effect = found.effects[0]
         lines = (
-            _quoted(op) for graph in graphs_within(row_fn.graph) for op in graph.get_operations() if op.type == effect
+            _source_of(op)
+            for graph in graphs_within(row_fn.graph)
+            for op in graph.get_operations()
+            if op.type == effect
         )
         raise _NotVectorizedError(f"{effect} acts once per row{next(lines, '')}", _REPLACE)
     if found.writes:

@@ -10,9 +10,9 @@ import tensorflow as tf
 from devicemap._tensorflow.keras_calls import build_optimizer
 from devicemap.data.rows import spec_of
 from devicemap.errors import OptionError, warn_user
-from devicemap.pipelines.composition import Batch
 from devicemap.pipelines.losses import Losses
-from devicemap.pipelines.stages import trace_in_turn
+from devicemap.pipelines.pipeline_graph import Batch
+from devicemap.pipelines.stages import trace_stages
 
 
 class PipelineModel(keras.Model):
@@ -59,7 +59,7 @@ class PipelineModel(keras.Model):
             return
         inputs = _with_tuples(inputs)
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tf.nest.flatten(inputs))  # in a functional model
-        trace_in_turn(self.pipe._stages, tf.nest.map_structure(spec_of, inputs) if symbolic else Batch.of(inputs).nest)
+        trace_stages(self.pipe._stages, tf.nest.map_structure(spec_of, inputs) if symbolic else Batch.of(inputs).nest)
         if _scaled_policy(self.pipe._models) not in (None, self.dtype_policy):
             raise OptionError(
                 "functions of the pipeline call layers of mixed_float16, for which Keras scales losses; call pipe.explain(x) "
@@ -86,7 +86,7 @@ class PipelineModel(keras.Model):
         build_optimizer(self)
         scale = self.optimizer.scale_loss(tf.ones([]))
         given = _with_tuples(x), _with_tuples(y), self._weight(weight)
-        value, gradients, outputs = self.pipe._differentiated(*given, scale, outputs=True)
+        value, gradients, outputs = self.pipe._run_differentiated(*given, scale, outputs=True)
         variables, known = self.pipe.trainable_variables, {id(variable) for variable in self.trainable_variables}
         if not known.issuperset(map(id, variables)):
             raise OptionError(

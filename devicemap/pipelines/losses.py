@@ -15,12 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradient_links import added
-from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, mask_of, stored_in
-from devicemap.compile.graph_builder import copied
+from devicemap._tensorflow.gradient_links import add_gradients
+from devicemap._tensorflow.keras import MASK, loss_of_function, mask_of, overrides_call, tf_variable
+from devicemap.compile.graph_builder import copy_leaves
 from devicemap.errors import OptionError, failure
-from devicemap.pipelines.composition import Composition
-from devicemap.pipelines.stages import packed
+from devicemap.pipelines.pipeline_graph import PipelineGraph
+from devicemap.pipelines.stages import pack
 
 _OF_ONE_ROW = (
     "binary_crossentropy binary_focal_crossentropy categorical_crossentropy categorical_focal_crossentropy "
@@ -94,7 +94,7 @@ class Losses:
         Unless their sum is divided by the number of rows or not at all, return the divisor by row, too, `[rows]`.
         """
         totals, divisors = [], list[Any]()
-        for loss, factor, arguments in self.matched(outputs, y, *weight):
+        for loss, factor, arguments in self.match_outputs(outputs, y, *weight):
             total, *divisor = _of_one(loss, *arguments)
             totals.append(total if factor is None else _product(factor, total))
             divisors += divisor
@@ -116,7 +116,7 @@ class Losses:
             return
 
         def run(tensors: list[Any]) -> list[Any]:
-            pairs = self.matched(*packed(nest, tensors))
+            pairs = self.match_outputs(*pack(nest, tensors))
             return [loss.call(target, output) for loss, _, (output, target) in pairs if loss in own]
 
         def run_with_labels(tensors: list[Any]) -> list[Any]:  # a loss may count labels that equal 1
@@ -131,7 +131,7 @@ class Losses:
                 for function in (run, run_with_labels):
                     check_rows_are_independent(f"the loss {name}", function, [*map(copy, specs)], advice)
 
-    def matched(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
+    def match_outputs(self, outputs: Any, y: Any, weight: Any = None) -> Iterator[tuple[Any, Any, list[Any]]]:
         """Yield each loss with its factor and its arguments: an output, its targets and perhaps its weights."""
         if self.takes_all_outputs or not (tf.nest.is_nested(self.each) or tf.nest.is_nested(outputs)):
             yield self.each, self.factors, [outputs, y, *([] if weight is None else [weight])]
@@ -183,7 +183,7 @@ def as_loss(loss: Any) -> Any:
     if not isinstance(found, keras.losses.Loss):
         found = loss_of_function(found)
     has_axis = getattr(found, "_fn_kwargs", {}).get("axis") is not None  # of one row, as for `dice` of images
-    if has_own_call(found) or (_is_of_keras(found) and not has_axis and not is_of_one_row(found.fn)):
+    if overrides_call(found) or (_is_of_keras(found) and not has_axis and not is_of_one_row(found.fn)):
         raise OptionError(
             f"loss={loss!r}; the loss of a row must depend on that row only, because stages see some rows at a time. Give a "
             "function (y, outputs) that returns a loss for each row"
@@ -250,41 +250,41 @@ def _sum_of_rows(elements: Any) -> Any:
 
 
 def differentiate(
-    losses: Losses, compose: Callable[[], Composition], variables: Callable[[], Sequence[Any]], scale: Any
-) -> tuple[Composition, Any, list[Any]]:
-    """Return a composition whose last stage has losses, their sum with other losses, and the gradients times `scale`.
+    losses: Losses, build: Callable[[], PipelineGraph], variables: Callable[[], Sequence[Any]], scale: Any
+) -> tuple[PipelineGraph, Any, list[Any]]:
+    """Build a pipeline with losses. Return it, the sum of the losses with other losses, and the gradients times `scale`.
 
-    `compose` builds the composition. After that, `variables` returns those of the gradients.
+    `build` returns the graph of the pipeline. After that, `variables` returns the variables to differentiate.
     """
     with tf.GradientTape() as tape:
-        made = compose()
-        total, *divisors = made.totals
-        rows = tf.cast(made.rows, total.dtype)
+        graph = build()
+        total, *divisors = graph.totals
+        rows = tf.cast(graph.rows, total.dtype)
         divisor = tf.ones_like(rows) if losses.reduction == "sum" else rows
         factor = None
-        if divisors and made.losses:  # all backward calls wait for the divisor
+        if divisors and graph.losses:  # all backward calls wait for the divisor
             divisor = tf.stop_gradient(divisors[0])
         elif divisors:
             factor = tf.math.divide_no_nan(rows, divisors[0])
         mean = tf.math.divide_no_nan(total, divisor)
-        others = [tf.cast(each, mean.dtype) for _, each in made.losses]
+        others = [tf.cast(each, mean.dtype) for _, each in graph.losses]
         target = _product(scale, tf.add_n([mean, *others]))
     known = variables()
-    gradients = tape.gradient(target, [stored_in(variable) for variable in known])
+    gradients = tape.gradient(target, [tf_variable(variable) for variable in known])
     value = tf.add_n([mean if factor is None else mean * factor, *others])
     for i, variable in enumerate(known):
-        with tf.device(stored_in(variable).device):
+        with tf.device(tf_variable(variable).device):
             terms = [gradients[i]] if gradients[i] is not None else []
             # If stages share a variable, its gradient may be on another device.
-            terms = copied(terms) if factor is None else [_product(factor, term) for term in terms]
+            terms = copy_leaves(terms) if factor is None else [_product(factor, term) for term in terms]
             if getattr(variable, "regularizer", None) is not None:
                 with tf.GradientTape() as tape:
                     penalty = variable.regularizer(variable)
                     target = _product(scale, penalty)
-                terms.append(tape.gradient(target, stored_in(variable)))
+                terms.append(tape.gradient(target, tf_variable(variable)))
                 value += tf.cast(penalty, value.dtype)
-            gradients[i] = added(terms) if terms else None
-    return made, value, gradients
+            gradients[i] = add_gradients(terms) if terms else None
+    return graph, value, gradients
 
 
 def _product(scalar: Any, tensor: Any) -> Any:

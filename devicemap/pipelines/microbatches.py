@@ -11,8 +11,13 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, wait_for, with_captures
-from devicemap._tensorflow.gradient_links import GradientPaths, Lookups, added, sources_of_gradients
+from devicemap._tensorflow.functions import (
+    NO_AUTO_CONTROL_DEPS,
+    add_control_input,
+    with_captures,
+    without_auto_control_deps,
+)
+from devicemap._tensorflow.gradient_links import GradientPaths, Lookups, add_gradients, sources_of_gradients
 from devicemap.compile.graph_builder import ops_of
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced
@@ -25,7 +30,7 @@ _AHEAD = 2
 """The first device receives rows this many microbatches ahead. With 1, it waits for copies (benchmarks/test_pipeline_gpus)."""
 
 
-class Calls:
+class ScheduledCalls:
     """The calls of all stages on all microbatches, and their order on each device."""
 
     def __init__(self, orders: Iterable[Sequence[Step]], clock: Clock | None):
@@ -63,7 +68,7 @@ class Calls:
             earlier.append(self._arrivals[m - _AHEAD])
         self._sent[step.stage, m] = ops_of(rows)
         for op, before in product(ops_of(rows), earlier):
-            wait_for(op, before)
+            add_control_input(op, before)
         traced = slot.traces[m - first]
         with tf.device(slot.device), tf.control_dependencies(slot.assigned):
             leaves = self._begin(step, slot, [*values, *rows])
@@ -73,35 +78,35 @@ class Calls:
                 call = call if some is True else _on_some(traced, call)
                 self._functions[traced.concrete] = call, sources_of_gradients(traced.concrete)
             function, sources = self._functions[traced.concrete]
-            call, arguments = unchained(function, leaves if some is True else [some, *leaves])
+            call, arguments = without_auto_control_deps(function, leaves if some is True else [some, *leaves])
             begin_backward_on(slot.device, call)
             results = list(call(*arguments))
             op = ops_of(results)[0]
             inputs, paths = _inputs_of(op, traced, slot, function), GradientPaths(sources)
             back = step._replace(backward=True)
             op.on_gradient = partial(self._differentiated, back, slot, traced, inputs, paths, some)
-            return self._end(step, slot, paths.noting(results, sources))
+            return self._end(step, slot, paths.track_results(results, sources))
 
     def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs of a call on the current device, after the call before it."""
         self._gates[step] = tf.no_op()
         with tf.control_dependencies([self._gates[step]]):
-            there = _copied(inputs)
+            there = _identities(inputs)
         if self._clock:
             with tf.control_dependencies(self._clock.stamp(slot.device, step, there)):
-                there = _copied(there)
+                there = _identities(there)
         return there
 
     def _end(self, step: Step, slot: Slot, results: Sequence[Any]) -> list[Any]:
         """Return the results of a call on the current device, and order it and its neighbors that are in the graph."""
-        there = _copied(results)
+        there = _identities(results)
         known = [each for each in there if each is not None]
         stamps = self._clock.stamp(slot.device, step, known) if self._clock else []
         with tf.control_dependencies([*ops_of(known), *stamps]):
             self._ends[step] = tf.no_op()
         for one, other in self._pairs[step]:
             if one in self._ends and other in self._gates:
-                wait_for(self._gates[other], self._ends[one])
+                add_control_input(self._gates[other], self._ends[one])
         return there
 
     def _differentiated(
@@ -145,11 +150,11 @@ class Calls:
         total = None
         for step, gradient in gradients:
             if total is not None:
-                wait_for(self._gates[step], ops_of([total])[0])
+                add_control_input(self._gates[step], ops_of([total])[0])
             terms = [each for each in (total, gradient) if each is not None]
             if lookups is Lookups.MIXED and [*map(type, terms)] == [tf.IndexedSlices] * 2:
                 raise mixed_lookups("a variable of a stage")
-            total = added(terms, lookups) if terms else None
+            total = add_gradients(terms, lookups) if terms else None
         return total
 
 
@@ -172,7 +177,7 @@ def _slices_if(some: Any, gradient: Any) -> Any:
     return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
 
 
-def _copied(leaves: Sequence[Any]) -> list[Any]:
+def _identities(leaves: Sequence[Any]) -> list[Any]:
     return [None if leaf is None else tf.identity(leaf) for leaf in leaves]
 
 
@@ -205,7 +210,7 @@ class Clock:
                 return tf.timestamp()
 
         with tf.device(HOST):
-            call, arguments = unchained(now.get_concrete_function(*map(spec_of, elements)), elements)
+            call, arguments = without_auto_control_deps(now.get_concrete_function(*map(spec_of, elements)), elements)
             time = tf.ensure_shape(call(*arguments), [])  # other ops cannot wait for a call, because it is inlined
         self._times.setdefault((device, step), []).append(time)
         return [time.op]

@@ -18,18 +18,18 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap._tensorflow.keras import batch_norms_of, layers_of, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, layers_of, tf_variable
 from devicemap._tensorflow.keras_calls import begin_call, in_training
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
 from devicemap.inspect.planner import specs_and_count
 from devicemap.options import Options, check_choice, check_count
-from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
 from devicemap.pipelines.losses import Losses, differentiate
 from devicemap.pipelines.microbatches import Clock
+from devicemap.pipelines.pipeline_graph import Batch, EagerGraphs, PipelineGraph, plan_of
 from devicemap.pipelines.schedule import PipelineOptions, devices_of_replicas
-from devicemap.pipelines.stages import Stage, packed
+from devicemap.pipelines.stages import Stage, pack
 
 
 class Pipeline:
@@ -123,12 +123,12 @@ class Pipeline:
     @property
     def trainable_variables(self) -> list[Any]:
         """The trainable variables of the stages and the loss, each once. Those of functions are known after the first call."""
-        known = {id(stored_in(v)) for model in self._models for v in model.variables}
+        known = {id(tf_variable(v)) for model in self._models for v in model.variables}
         captured = [
-            v for stage in self._stages for v in stage.captured if v.trainable and id(stored_in(v)) not in known
+            v for stage in self._stages for v in stage.captured if v.trainable and id(tf_variable(v)) not in known
         ]
         found = [*(v for model in self._models for v in model.trainable_variables), *captured]
-        return list({id(stored_in(variable)): variable for variable in found}.values())
+        return list({id(tf_variable(variable)): variable for variable in found}.values())
 
     @property
     def _models(self) -> list[Any]:
@@ -157,7 +157,7 @@ class Pipeline:
                 "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
                 "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
             )
-        (nest, layers), (leaves, losses) = self._graphs.run(self._called, batch)
+        (nest, layers), (leaves, losses) = self._graphs.run(self._forward, batch)
         if untrained := begin_call(self._models):
             warn_user(
                 f"the Keras model that calls this pipeline does not train its variables, such as {untrained[0]}; give the "
@@ -165,7 +165,7 @@ class Pipeline:
             )
         for layer, loss in zip(layers, losses):
             layer.add_loss(loss)
-        return packed(nest, leaves)
+        return pack(nest, leaves)
 
     @tf.autograph.experimental.do_not_convert
     def value_and_gradients(self, x: Any, y: Any, sample_weight: Any = None) -> tuple[Any, list[Any]]:
@@ -198,7 +198,7 @@ class Pipeline:
         """
         if self._losses is None:
             raise OptionError("value_and_gradients needs Pipeline(loss=...), such as loss='mse'")
-        return self._differentiated(x, y, sample_weight)[:2]
+        return self._run_differentiated(x, y, sample_weight)[:2]
 
     def as_model(self) -> Any:
         """Return a `keras.Model` that calls the pipeline.
@@ -221,14 +221,14 @@ class Pipeline:
 
         return PipelineModel(self)
 
-    def _differentiated(
+    def _run_differentiated(
         self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
     ) -> tuple[Any, list[Any], Any]:
         """Return the loss, its gradients times `scale`, and the outputs if they are wanted."""
         batch = Batch.of(x, [y] if weight is None else [y, weight], scale)
-        run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
+        run = partial(self._graphs.run, partial(self._forward_backward, outputs), batch, outputs)
         nest, (value, gradients, leaves) = in_training(run)
-        return value, gradients, packed(nest, leaves) if outputs else None
+        return value, gradients, pack(nest, leaves) if outputs else None
 
     def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:
         """Run a batch twice, and return the schedule that the pipeline executed in the second run.
@@ -255,18 +255,18 @@ class Pipeline:
             timed(x) if without_loss else timed.value_and_gradients(x, y, sample_weight)
         return PipelineReport(self.devices, clock.calls)
 
-    def _called(self, batch: Batch) -> tuple[Any, Any]:
+    def _forward(self, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the results and the layers that add losses, and the results and losses."""
-        made = Composition(self._stages, batch, self._options)
-        leaves = made.joined(self._output_device)
-        return (made.nest, [layer for layer, _ in made.losses]), (leaves, [loss for _, loss in made.losses])
+        graph = PipelineGraph(self._stages, batch, self._options)
+        leaves = graph.join_outputs(self._output_device)
+        return (graph.nest, [layer for layer, _ in graph.losses]), (leaves, [loss for _, loss in graph.losses])
 
-    def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
+    def _forward_backward(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
         """Return the specs of the outputs; the value of the losses, its gradients, and the outputs if they are wanted."""
-        compose = partial(Composition, self._stages, batch, self._options)
-        made, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
-        leaves = made.joined(self._output_device) if outputs else []
-        return made.nest, (value, gradients, leaves)
+        compose = partial(PipelineGraph, self._stages, batch, self._options)
+        graph, value, gradients = differentiate(self._losses, compose, lambda: self.trainable_variables, batch.scale)
+        leaves = graph.join_outputs(self._output_device) if outputs else []
+        return graph.nest, (value, gradients, leaves)
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
         """Run the stages on the batches of a dataset, in order. Stages work on two batches at the same time.
@@ -286,8 +286,8 @@ class Pipeline:
 
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
-        (nest, _), (leaves, _) = self._called(Batch.of(elements[0] if len(elements) == 1 else elements))
-        return packed(nest, leaves)
+        (nest, _), (leaves, _) = self._forward(Batch.of(elements[0] if len(elements) == 1 else elements))
+        return pack(nest, leaves)
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:
         """Return the plan of a call, or of a training step if there is a loss, without running it.

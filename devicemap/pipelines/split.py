@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import has_own
+from devicemap._tensorflow.keras import overrides
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError, warn_user
 from devicemap.options import check_choice, check_count
@@ -93,7 +93,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")
     if n > len(calls):
         raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
-    if overridden := [name for name in _STEPS if has_own(model, name)]:
+    if overridden := [name for name in _STEPS if overrides(model, name)]:
         warn_user(
             f"{model.name} overrides {', '.join(overridden)}, and its stages do not. Give the loss to the Pipeline or to "
             "compile, and train with pipe.value_and_gradients in a loop if it needs another step",
@@ -105,9 +105,9 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     weights: list[float] = [_bytes_of(call) * (first_calls[id(call.layer)] is call) for call in calls]
     if by == "time":
         weights = [comparisons.seconds_of(call, size) if size else 0.0 for call, size in zip(calls, accepted)]
-    bounds = cuts(weights, n)
+    bounds = balanced_bounds(weights, n)
     made = tf.nest.flatten(outputs)
-    edges = [tuple(inputs), *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
+    edges = [tuple(inputs), *(_crossing_tensors(calls, stop, made) for stop in bounds[1:-1]), outputs]
     copies: dict[int, Any] = {}
     stages = []
     cycled = cycle(choose_devices(devices))
@@ -135,7 +135,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     return Stages(stages, [copies[id(layer)] for layer in layers])
 
 
-def cuts(weights: Sequence[float], n: int) -> list[int]:
+def balanced_bounds(weights: Sequence[float], n: int) -> list[int]:
     """Return the bounds of `n` non-empty parts, such that the largest sum of weights is as small as possible.
 
     >>> cuts([1, 1, 1, 3], 2)
@@ -172,7 +172,7 @@ def _owners_of_variables(layers: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
     return owners
 
 
-def _crossing(calls: Sequence[Any], stop: int, outputs: Sequence[Any]) -> tuple[Any, ...]:
+def _crossing_tensors(calls: Sequence[Any], stop: int, outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return the tensors that are computed before call `stop`, and used by it, by later calls, or as outputs."""
     after = calls[stop:]
     made_after = {id(tensor) for call in after for tensor in call.outputs}

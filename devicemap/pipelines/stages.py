@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
-from devicemap._tensorflow.keras import is_seed, layers_of, notes_of, stored_in
-from devicemap._tensorflow.keras_calls import graph_of, is_stateless, is_training, observing
+from devicemap._tensorflow.keras import attached_tensors, is_seed, layers_of, tf_variable
+from devicemap._tensorflow.keras_calls import graph_of, is_stateless, is_training, recording_keras_use
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_walker import depends_on
@@ -29,29 +29,31 @@ from devicemap.options import Options
 from devicemap.pipelines.schedule import PipelineOptions
 
 
-class TensorWithNotes:
+class AttachedTensors:
     """The kind of the nodes of tensors with others that Keras attached to them, such as masks."""
 
     @staticmethod
     def __tf_unflatten__(names: tuple[str, ...], parts: Sequence[Any]) -> Any:
-        tensor, *notes = parts
-        for name, note in zip(names, notes):
-            setattr(tensor, name, note)
+        tensor, *attached = parts
+        for name, other in zip(names, attached):
+            setattr(tensor, name, other)
         return tensor
 
 
-def noted(nest: Any, lists: bool = False) -> Any:
-    """Replace tensors with attached tensors by nodes, for `packed`. `lists`: whether lists are structure."""
+def attachments_to_nodes(nest: Any, lists: bool = False) -> Any:
+    """Replace tensors with attached tensors by nodes, for `pack`. `lists`: whether lists are structure."""
 
     def node_of(leaf: Any, _: str) -> Any:
-        notes = notes_of(leaf)
-        return Node(TensorWithNotes, (*notes,), (*range(1 + len(notes)),), (leaf, *notes.values())) if notes else leaf
+        attached = attached_tensors(leaf)
+        if not attached:
+            return leaf
+        return Node(AttachedTensors, (*attached,), (*range(1 + len(attached)),), (leaf, *attached.values()))
 
     return map_nest(node_of, nest, lists=lambda _: lists)
 
 
 @tf.autograph.experimental.do_not_convert
-def packed(nest: Any, leaves: Sequence[Any]) -> Any:
+def pack(nest: Any, leaves: Sequence[Any]) -> Any:
     """Return leaves as a nest of tensors, with the tensors that Keras attached to them."""
     return as_objects(tf.nest.pack_sequence_as(nest, list(leaves)))
 
@@ -136,7 +138,7 @@ class Stage:
     @property
     def captured(self) -> list[Any]:
         """The variables that its function and the losses use, without those that only its layer uses."""
-        return [v for v in self.variables if not self.is_layer or id(stored_in(v)) in self._of_losses]
+        return [v for v in self.variables if not self.is_layer or id(tf_variable(v)) in self._of_losses]
 
     def with_losses(self, losses: Any) -> Stage:
         """Return the stage with these `Losses` of its results. They are computed if it is traced with targets."""
@@ -151,12 +153,12 @@ class Stage:
         if in_fn.get():  # inside of another stage, which observes the layers, too
             return self._trace(given)
         key = freeze(given), replica
-        stage = self._known.get((key, state_of(self)))
+        stage = self._known.get((key, trace_state(self)))
         if stage is None:
             stage = self._trace(given)
             of_a_graph = any(not hasattr(tensor, "numpy") for tensor in stage.traced.captures)
             if not of_a_graph and not is_stateless():  # where layers write no variables
-                self._known[key, state_of(self)] = stage  # of layers that the trace has found, too
+                self._known[key, trace_state(self)] = stage  # of layers that the trace has found, too
         return stage
 
     def slots(self, stage: TracedStage, shares: Sequence[range]) -> list[Slot]:
@@ -185,17 +187,17 @@ class Stage:
         """Trace the stage; `builds`: again if the trace has built layers."""
         losses: list[tuple[Any, bool]] = []
         key = object()  # no trace of a `tf.function` has it, so that functions that the stage calls are traced again
-        has_targets, has_notes = len(given) > 1, any(node.kind is TensorWithNotes for node in nodes_of(given))
+        has_targets, has_attached = len(given) > 1, any(node.kind is AttachedTensors for node in nodes_of(given))
         specs = given if has_targets else given[0]
-        if has_notes:  # a `tf.function` drops attributes of its arguments
+        if has_attached:  # a `tf.function` drops attributes of its arguments
             specs = tuple(tf.nest.flatten(given))
         name = f"{self._name}{' with the loss' if has_targets else ''}"
 
         def run(*arguments: Any) -> Any:
             used.losses.clear()
-            if has_notes:
-                arguments = packed(given, arguments)
-            nest, *targets = arguments if has_notes or has_targets else (arguments,)
+            if has_attached:
+                arguments = pack(given, arguments)
+            nest, *targets = arguments if has_attached or has_targets else (arguments,)
             arguments = nest if type(nest) is tuple else (nest,)
             passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
             with tracing_again(key):
@@ -205,7 +207,7 @@ class Stage:
         with suppress(TypeError, ValueError):
             if not has_targets:
                 function.__signature__ = inspect.signature(self.function)  # for error messages
-        with observing() as used:
+        with recording_keras_use() as used:
             try:
                 traced = trace(function, specs, Options(batched=True), stream)
             except FunctionError as error:
@@ -220,10 +222,10 @@ class Stage:
         if not self.is_layer:
             self._add_models(used.layers)
         of_keras = [*(variable for layer in self.layers for variable in layer.variables), *used.variables]
-        by_stored = {id(stored_in(v)): v for v in (*traced.concrete.graph.variables, *self.variables, *of_keras)}
+        by_stored = {id(tf_variable(v)): v for v in (*traced.concrete.graph.variables, *self.variables, *of_keras)}
         known = [*self.variables, *traced.concrete.graph.variables]
-        self.variables = [by_stored[key] for key in dict.fromkeys(id(stored_in(v)) for v in known)]
-        by_handle = {id(stored_in(variable).handle): variable for variable in of_keras}
+        self.variables = [by_stored[key] for key in dict.fromkeys(id(tf_variable(v)) for v in known)]
+        by_handle = {id(tf_variable(variable).handle): variable for variable in of_keras}
         written = [by_handle.get(id(handle)) for handle in written_by(traced)]
         mixes_rows = any(variable is not None and not is_seed(variable) for variable in written)
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
@@ -265,7 +267,7 @@ class Stage:
             vectors.append(
                 tf.fill([count], tf.math.divide_no_nan(loss, tf.cast(count, loss.dtype)) if is_sum else loss)
             )
-        results = noted(results, lists=self.is_layer)
+        results = attachments_to_nodes(results, lists=self.is_layer)
         return (results, tuple(vectors)) if vectors else results
 
 
@@ -298,7 +300,7 @@ def written_by(traced: Traced) -> list[Any]:
     return [handle for handle, treatment in pairs if treatment in WRITES]
 
 
-def state_of(*stages: Stage) -> tuple[Any, ...]:
+def trace_state(*stages: Stage) -> tuple[Any, ...]:
     """Return the state on which traces depend: training, variables (`enable_lora` adds some), and what is trainable."""
     models = {id(model): model for stage in stages for model in stage.models}.values()
     variables = [v for group in (*models, *stages) for v in group.variables]
@@ -308,7 +310,7 @@ def state_of(*stages: Stage) -> tuple[Any, ...]:
     return (is_training() if models else None, *trainable.items())
 
 
-def trace_in_turn(stages: Sequence[Stage], nest: Any, targets: tuple[Any, ...] = ()) -> list[TracedStage]:
+def trace_stages(stages: Sequence[Stage], nest: Any, targets: tuple[Any, ...] = ()) -> list[TracedStage]:
     """Trace each stage for the results of the stage before it; the first one for a nest of specs, the last one with targets."""
     traced = list[TracedStage]()
     for stage in stages:

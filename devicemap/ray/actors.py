@@ -77,8 +77,8 @@ class _Unfinished(Reduction):
             state = structure, specs, [leaf.numpy() for leaf in leaves]  # may refer to classes of the program
             return {STATE: tf.constant([pickled(state)])}
 
-        bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
-        bound.packed = packed  # type: ignore[method-assign]
+        bound.finish_state = lambda states: bound.merge_states([states])  # type: ignore[method-assign]
+        bound.pack_result = packed  # type: ignore[method-assign]
         return bound
 
 

@@ -123,7 +123,7 @@ def reduce(
                 )
             yield state
 
-    return bound.packed(bound.finished(bound.merged_as_they_come(checked(), "/CPU:0") or []))
+    return bound.pack_result(bound.finish_state(bound.merge_stream(checked(), "/CPU:0") or []))
 
 
 def _dtypes(structure: Any, specs: Sequence[Any]) -> Any:

@@ -30,16 +30,16 @@ from devicemap.run.retries import AGAIN_SECONDS, failing_row
 
 
 def shard_events(
-    shards: Sequence[Shard], began: float, seconds: float, in_turn: bool, arrivals: Any
+    shards: Sequence[Shard], began: float, seconds: float, in_turn: bool, end_times: Any
 ) -> list[ChunkStarted | ChunkFinished]:
     """Return the start and the end of each shard of a graph that ran for `seconds`, sorted by time.
 
-    `arrivals`: the time at which the results of each shard arrived, float64 `[shards]` or longer, in seconds since the epoch
+    `end_times`: the time at which the results of each shard arrived, float64 `[shards]` or longer, in seconds since the epoch
     like `began`; `None` for one shard, or without clocks. `in_turn`: whether each shard waited for the previous one.
     """
     started, ended = [0.0] * len(shards), [seconds] * len(shards)
-    if arrivals is not None:  # clipped, because the system clock may be set during the call
-        ended = np.clip(np.asarray(arrivals)[: len(shards)] - began, 0.0, seconds).tolist()
+    if end_times is not None:  # clipped, because the system clock may be set during the call
+        ended = np.clip(np.asarray(end_times)[: len(shards)] - began, 0.0, seconds).tolist()
         if in_turn:
             ended = np.maximum.accumulate(ended).tolist()
             started = [0.0, *ended[:-1]]
@@ -105,16 +105,16 @@ def run_graph(
         began, began_at = time.perf_counter(), time.time()
         try:
             if gradients:
-                results, returned, arrivals = compiled.run_taped(graph, (sizes, *leaves), gradients)
+                results, returned, end_times = compiled.run_taped(graph, (sizes, *leaves), gradients)
             else:
-                results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
+                results, returned, end_times = compiled.run(graph, (sizes, *leaves), count)
         except tf.errors.OpError as error:  # signal handlers raise other errors
             if raise_out_of_memory and is_out_of_memory(error):
                 raise
             located, cause = _locate(program, error, compiled, leaves, shards, time.perf_counter() - began)
             raise located from cause
         if count:
-            ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
+            ends, seconds = end_times[0] if end_times else None, time.perf_counter() - began
             finished(partial(shard_events, shards, began_at, seconds, compiled.traced.audit.ordered, ends))
         if count and compiled.traced.counts_rows:
             check_row_counts(results, returned, shards)
@@ -172,14 +172,14 @@ def _locate(
 
 
 def call_inside(
-    program: Program, rows: Rows, filled: bool = False, on_call: Callable[[Any, Any], None] | None = None
+    program: Program, rows: Rows, padded: bool = False, on_call: Callable[[Any, Any], None] | None = None
 ) -> Any:
     """Call a program in the function that is being traced, with a shard for each device.
 
     Args:
         program: the program.
         rows: the data.
-        filled: whether each device gets at least one row, if the number of rows is unknown.
+        padded: whether each device gets at least one row, if the number of rows is unknown.
         on_call: callback for the `ConcreteFunction` that is called, and the op that calls it.
     """
     compiled = program.compiled_for(rows)
@@ -193,7 +193,7 @@ def call_inside(
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
             spec = CallSpec.of_shards(len(shards), engine, ANY_ORDER, static_rows=static_rows)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
-            spec = CallSpec.of_shards(slots, engine, ANY_ORDER, empty_shards=rows.count == 0 or not filled)
+            spec = CallSpec.of_shards(slots, engine, ANY_ORDER, empty_shards=rows.count == 0 or not padded)
             sizes = sizes_in_graph(count, slots)
         graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])

@@ -67,7 +67,7 @@ def skip_action(error: BaseException, rows: int, chunk_rows: int, attempts: int,
     >>> [skip_action(lost, 1, 64, attempts, 2).name for attempts in (2, 3)]
     ['REPEAT', 'LEAVE_OUT']
     """
-    if not is_of_the_row(error):
+    if not is_row_error(error):
         return RetryAction.RAISE
     if rows > 1:
         return RetryAction.SPLIT
@@ -75,7 +75,7 @@ def skip_action(error: BaseException, rows: int, chunk_rows: int, attempts: int,
     return RetryAction.REPEAT if repeats else RetryAction.LEAVE_OUT
 
 
-def is_of_the_row(error: BaseException) -> bool:
+def is_row_error(error: BaseException) -> bool:
     """Return whether a row may be the cause of this error, so that it may be left out, and no device is at fault.
 
     Other causes are an unavailable device, a signal, an op that XLA lacks, and a batch whose results have another number of
@@ -105,7 +105,7 @@ def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseExce
             return True
         return False
 
-    if is_out_of_memory(error) or not is_of_the_row(error):
+    if is_out_of_memory(error) or not is_row_error(error):
         return shard
     start, stop = shard.start, shard.stop
     try:

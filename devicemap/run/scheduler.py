@@ -31,7 +31,7 @@ from devicemap.errors import add_note
 from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
-from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
+from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_row_error
 from devicemap.run.workers import Call, End, Failed, Finished, QueuedChunk, Runner
 
 DELIVERED, STOP = "delivered", "stop"
@@ -249,7 +249,7 @@ class Scheduler:
         self._retries.append(queued)
         state.last_error = error
         # If failing rows are left out, another device shows later whether the rows or this device are at fault.
-        if not self._call.skips or not is_of_the_row(error):
+        if not self._call.skips or not is_row_error(error):
             self._blame(name, queued)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
             self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)

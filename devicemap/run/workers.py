@@ -166,7 +166,7 @@ class Call:
     def start_worker(self, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> threading.Thread:
         """Start a daemon thread that computes the chunks in a queue."""
         name = f"devicemap worker {runner.device}"
-        thread = threading.Thread(target=work, args=(self, runner, queue), name=name, daemon=True)
+        thread = threading.Thread(target=run_worker, args=(self, runner, queue), name=name, daemon=True)
         thread.start()
         return thread
 
@@ -177,7 +177,7 @@ class Call:
                 self.observe(kind(seconds=self.now(), **values))
 
 
-def work(call: Call, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> None:
+def run_worker(call: Call, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> None:
     """Compute the chunks in a queue until `None` comes: the target of the thread of a worker."""
     try:
         run = runner.begin()

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import batch_norms_of, layers_of, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, layers_of, replacing, tf_variable
 from devicemap.errors import failure
 from devicemap.training.stateless import CallScope, add_loss, current_scope
 
@@ -33,7 +33,7 @@ class ForwardPass:
         self.calls = 0
         """The number of mapped calls."""
         held: Counter[str] = Counter()
-        for variable in map(stored_in, self.variables):
+        for variable in map(tf_variable, self.variables):
             held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         self.home = held.most_common(1)[0][0] if held else "/CPU:0"
         """The device with most bytes of variables, on which outputs are gathered."""
@@ -58,7 +58,7 @@ class ForwardPass:
     def outputs_in_training(self, inputs: Any) -> tuple[Any, ...]:
         """Return the outputs of the model in a training step on one device, in the graph that is being traced."""
         phase = {"training": True} if "training" in inspect.signature(self.model.call).parameters else {}
-        with self.plain(), CallScope([(variable, stored_in(variable).read_value()) for variable in self.variables]):
+        with self.plain(), CallScope([(variable, tf_variable(variable).read_value()) for variable in self.variables]):
             return tuple(tf.nest.flatten(self.model(inputs, **phase)))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap._tensorflow.keras import moments_by
+from devicemap._tensorflow.keras import replacing_moments
 from devicemap.errors import failure
 from devicemap.training.stateless import current_scope
 
@@ -69,7 +69,7 @@ class Lockstep:
             self._error = self._error or error
         self._end_turn()
 
-    def meet(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def exchange(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Exchange values with the functions of all devices: `combine` maps the sent values to the received ones."""
         slot = self._current
         self._sent.append(value)
@@ -90,14 +90,14 @@ class Lockstep:
 
     def _check_alike(self) -> None:
         if self._sent and self._results:
-            raise failure("the function meets those of other devices more often on one device than on another")
+            raise failure("the function exchanges values with other devices more often on one device than on another")
 
 
 class _Stopped(BaseException):
     """Ends a function whose result is no longer needed."""
 
 
-def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractContextManager[None]:
+def synchronizing_moments(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractContextManager[None]:
     """Return a context in which layers of batch normalization use mean and variance of the rows of all devices.
 
     `real`: bool `[devices]`, whether the rows of a device count.
@@ -117,9 +117,9 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractCon
                 "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
                 "other devices; set batch_norm='local', or compute them in a train_step of the model"
             )
-        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, real)] * len(parts))
+        return lockstep.exchange((mean, variance, count), lambda parts: [_merged(parts, real)] * len(parts))
 
-    return moments_by(layers, moments)
+    return replacing_moments(layers, moments)
 
 
 def _merged(own: Sequence[tuple[Any, Any, Any]], real: Any) -> tuple[Any, Any]:

@@ -21,25 +21,25 @@ from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import keep_alive, with_captures
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, stored_in
-from devicemap.compile.graph_builder import copied, sizes_in_graph
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, tf_variable
+from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import split_seeds
 from devicemap.compile.returned import with_equal_rows, with_row_counts_checked, with_static_rows
-from devicemap.compile.transfers import send_along_tree, sent_together
+from devicemap.compile.transfers import send_along_tree, send_in_buckets
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.errors import failure
 from devicemap.pipelines.stages import check_added_loss
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
-from devicemap.training.filled_rows import are_computed, are_real, filled
+from devicemap.training.call_analysis import OTHER_LENGTHS, CallAnalysis
 from devicemap.training.forward import ForwardPass
-from devicemap.training.lockstep import Lockstep, meeting
-from devicemap.training.recomputation import recomputed, recomputing
+from devicemap.training.lockstep import Lockstep, synchronizing_moments
+from devicemap.training.padding import computed_in_step, have_rows, pad_shards
+from devicemap.training.recomputation import recompute, recomputing
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, pure
-from devicemap.training.survey import OTHER_LENGTHS, Survey
+from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, call_stateless
 
 
 class MappedCall:
@@ -55,14 +55,14 @@ class MappedCall:
         """The tensors that are cut: the arguments of the layer, and targets."""
         self._states = [variable for variable in forward.variables if not is_seed(variable)]
         """The variables, besides seeds, that may get new values."""
-        self._cutting_device = forward.home if are_computed(given.rows) else HOST
+        self._cutting_device = forward.home if computed_in_step(given.rows) else HOST
         """The device on which the rows are cut."""
         if given.count is None and len(self._rows) > 1:  # in a graph
             with tf.device(self._cutting_device):
                 self._rows = tuple(with_equal_rows(self._rows, layer.name, OTHER_LENGTHS))
         self._runs_again = microbatches > 1 or bool(forward.recomputed)
         """Whether layers run again for their gradients, which then go to values that are read before."""
-        self._survey = Survey(forward, layer, given, self._rows, self._row_losses, self._runs_again)
+        self._analysis = CallAnalysis(forward, layer, given, self._rows, self._row_losses, self._runs_again)
         self._result_spec: ResultSpec
 
     def run(self) -> list[Any]:
@@ -75,22 +75,22 @@ class MappedCall:
         """
         forward, known = self._forward, self._given.count
         with tf.device(self._cutting_device):
-            rows = self._rows if known is not None else filled(self._rows, len(forward.devices))
+            rows = self._rows if known is not None else pad_shards(self._rows, len(forward.devices))
         results = self._on_devices(rows)
         self._given.calls.end()
-        self._survey.warn(forward.model.jit_compile and not tf.executing_eagerly())
-        outputs, states = results[: self._result_spec.of_rows], results[self._result_spec.of_rows :]
+        self._analysis.warn(forward.model.jit_compile and not tf.executing_eagerly())
+        outputs, states = results[: self._result_spec.row_tensors], results[self._result_spec.row_tensors :]
         if known is not None:
             return [*(with_static_rows(leaf, known) for leaf in outputs), *states]
         with tf.device(forward.home):
             count, shards = count_rows(self._rows[0]), states[-1]
-            real = tf.cast(are_real(tf.size(shards, tf.int64), count, len(forward.devices)), shards.dtype)
+            real = tf.cast(have_rows(tf.size(shards, tf.int64), count, len(forward.devices)), shards.dtype)
             return [*(take_rows(leaf, 0, count) for leaf in outputs), *states[:-1], shards * real]
 
     def _on_devices(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call. Rows of unknown number are those of `filled`."""
-        on_devices = self._in_lockstep if self._survey.in_lockstep else self._apart
-        sources = list(self._survey.sources)
+        """Run the call. Rows of unknown number are those of `pad_shards`."""
+        on_devices = self._in_lockstep if self._analysis.in_lockstep else self._in_shards
+        sources = list(self._analysis.sources)
         if self._row_losses is not None:
             sources = (
                 [] if self._row_losses.complete else [*sources, *(sources[key[2]] for key in self._row_losses.keys)]
@@ -98,26 +98,26 @@ class MappedCall:
         paths = GradientPaths(sources)
         if not paths.differ:
             return on_devices(rows, None)
-        rows = [paths.followed(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
+        rows = [paths.track(leaf, i) if i in paths.inputs else leaf for i, leaf in enumerate(rows)]
         results = on_devices(rows, paths)
-        notes = [sources[i] for i, names in enumerate(self._result_spec.notes) for _ in names]
-        losses = self._survey.sources_of_losses
+        attached = [sources[i] for i, names in enumerate(self._result_spec.attached) for _ in names]
+        losses = self._analysis.sources_of_losses
         more = losses if len(losses) == len(self._result_spec.losses) else []
-        return paths.noting(results, [*sources, *notes, *more])
+        return paths.track_results(results, [*sources, *attached, *more])
 
-    def _apart(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
+    def _in_shards(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
         """Run the call in independent shards."""
         forward = self._forward
 
         @tf.autograph.experimental.do_not_convert
         def of_rows(*rows: Any) -> tuple[Any, ...]:
             with forward.plain(), recomputing(forward.recomputed):
-                values = [*map(_read, self._survey.variables)] if self._runs_again else None
+                values = [*map(_read, self._analysis.variables)] if self._runs_again else None
                 results = self._on_rows(rows, values)
-            return tuple(self._checked(results, [[each] for each in self._counts(results)], [count_rows(rows[0])]))
+            return tuple(self._with_checks(results, [[each] for each in self._counts(results)], [count_rows(rows[0])]))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
-        options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
+        options["jit_compile"] = bool(forward.model.jit_compile) and self._analysis.not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
         keep_alive(program, forward)
         if tf.executing_eagerly() and paths is None:  # whose errors name devices and rows
@@ -126,8 +126,8 @@ class MappedCall:
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, CallObservers()))
         if tf.executing_eagerly():
-            function = tf.function(lambda *rows: call_inside(program, as_rows(rows), filled=True), autograph=False)
-            return self._called_eagerly(function.get_concrete_function(*rows), rows, paths)
+            function = tf.function(lambda *rows: call_inside(program, as_rows(rows), padded=True), autograph=False)
+            return self._call_eagerly(function.get_concrete_function(*rows), rows, paths)
         return list(call_inside(program, as_rows(tuple(rows)), True, None if paths is None else paths.limit))
 
     def _in_lockstep(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
@@ -136,17 +136,17 @@ class MappedCall:
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
-        self._survey.check_draws(concrete, len(self._forward.devices[: self._given.count]))
+        self._analysis.check_draws(concrete, len(self._forward.devices[: self._given.count]))
         if tf.executing_eagerly():
-            return self._called_eagerly(concrete, [count, *rows], paths)
+            return self._call_eagerly(concrete, [count, *rows], paths)
         begin_backward_on("", concrete)
         results = list(concrete(count, *rows))
         if paths is not None:
             paths.limit(concrete, results[0].op)
         return results
 
-    def _called_eagerly(self, concrete: Any, arguments: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
-        handles = {} if paths is None else paths.handles(self._survey.trained)
+    def _call_eagerly(self, concrete: Any, arguments: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
+        handles = {} if paths is None else paths.handles(self._analysis.trained)
         return list(with_captures(concrete, handles)(*arguments))
 
     def _shards_in_lockstep(self, count: Any, *leaves: Any) -> list[Any]:
@@ -157,44 +157,44 @@ class MappedCall:
             # Not static, so that `depends_on` sees what uses the number (test_what_devices_cannot_do_apart_is_refused).
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
-            real = are_real(len(devices), count, len(devices))
-        values = self._sent(devices)
+            real = have_rows(len(devices), count, len(devices))
+        values = self._send_variables(devices)
 
         def on_device(slot: int) -> tuple[list[Any], list[Any]]:
             with tf.device(devices[slot]):
                 shard = [tf.identity(leaf) for leaf in parts[slot]]
-                results = copied(self._on_rows(shard, [value[slot] for value in values]))
+                results = copy_leaves(self._on_rows(shard, [value[slot] for value in values]))
                 return results, self._counts(results)
 
         lockstep = Lockstep([partial(on_device, n) for n in range(len(devices))])
-        with recomputing(forward.recomputed), meeting(batch_norms_of(forward.model), lockstep, real):
+        with recomputing(forward.recomputed), synchronizing_moments(batch_norms_of(forward.model), lockstep, real):
             results, counts = zip(*lockstep.run())
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
-            joined = self._joined(results)
-            joined = self._checked(joined, [*zip(*counts)], sizes)
+            joined = self._join_shards(results)
+            joined = self._with_checks(joined, [*zip(*counts)], sizes)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
-    def _joined(self, results: Sequence[list[Any]]) -> list[Any]:
+    def _join_shards(self, results: Sequence[list[Any]]) -> list[Any]:
         """Join the results of devices that compute the same new values, of which those of the first are taken."""
-        new = self._result_spec.of_rows + len(self._result_spec.losses)
+        new = self._result_spec.row_tensors + len(self._result_spec.losses)
         updates = [tf.stop_gradient(value) for value in results[0][new:-1]]  # TensorFlow would trace their gradients
-        *joined, counts = (join(parts) for parts in zip(*(copied([*each[:new], each[-1]]) for each in results)))
+        *joined, counts = (join(parts) for parts in zip(*(copy_leaves([*each[:new], each[-1]]) for each in results)))
         return [*joined, *updates, counts]
 
-    def _sent(self, devices: Sequence[str]) -> list[dict[int, Any]]:
+    def _send_variables(self, devices: Sequence[str]) -> list[dict[int, Any]]:
         """Return the value of each variable on each device. A seed advances, and differs between devices."""
         found: dict[int, dict[int, Any]] = {}
         values: dict[int, tuple[Any, str, Lookups]] = {}
-        for i, variable in enumerate(self._survey.variables):
-            home = stored_in(variable).device
+        for i, variable in enumerate(self._analysis.variables):
+            home = tf_variable(variable).device
             with tf.device(home):
                 value = _read(variable)
                 if is_seed(variable):
                     found[i] = dict(enumerate(tf.unstack(split_seeds(value, len(devices)))))
                 else:
-                    values[i] = value, home, self._survey.lookups.get(id(variable), Lookups.NONE)
-        found |= sent_together(values, devices, partial(send_along_tree, devices=devices))
+                    values[i] = value, home, self._analysis.lookups.get(id(variable), Lookups.NONE)
+        found |= send_in_buckets(values, devices, partial(send_along_tree, devices=devices))
         return [found[i] for i in range(len(found))]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any] | None) -> list[Any]:
@@ -202,28 +202,28 @@ class MappedCall:
 
         Return outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
-        held = None if values is None else [*zip(self._survey.variables, values)]
+        held = None if values is None else [*zip(self._analysis.variables, values)]
         if held is None or self._microbatches == 1:
-            return [*itertools.chain(*self._called(rows, held))]
+            return [*itertools.chain(*self._call_layer(rows, held))]
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
 
         def part(number: Any, rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             drawn = {seed: values[number] for seed, values in seeds.items()}
-            return self._called(rows, [(variable, drawn.get(id(variable), value)) for variable, value in held])
+            return self._call_layer(rows, [(variable, drawn.get(id(variable), value)) for variable, value in held])
 
         trained = [value for variable, value in held if variable.trainable]
-        return recomputed(part, rows, trained, self._microbatches)
+        return recompute(part, rows, trained, self._microbatches)
 
     def _counts(self, results: Sequence[Any]) -> list[Any]:
         """Return the numbers of rows of the outputs among these results."""
-        return [count_rows(leaf) for leaf in results[: len(self._result_spec.notes)]]
+        return [count_rows(leaf) for leaf in results[: len(self._result_spec.attached)]]
 
-    def _checked(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
+    def _with_checks(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
         """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
         of_leaves = [*map(tf.stack, counts)]
         return with_row_counts_checked(results, of_leaves, sizes, self._layer.name) if of_leaves else list(results)
 
-    def _called(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] | None) -> tuple[list[Any], list[Any]]:
+    def _call_layer(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] | None) -> tuple[list[Any], list[Any]]:
         """Call the layer on rows, with the values `held` of variables. With `None`, variables are read."""
         layer, given, row_losses = self._layer, self._given, self._row_losses
         args, kwargs = given.with_rows(rows)
@@ -234,30 +234,30 @@ class MappedCall:
 
         scope = CallScope(held or (), given.losses, advance=held is None)
         with given.calls.continued():
-            tensors, others, what = pure(call, scope, self._states, rows)
-        for i, (_, of_rows, _) in enumerate(what.losses):
+            tensors, others, spec = call_stateless(call, scope, self._states, rows)
+        for i, (_, of_rows, _) in enumerate(spec.losses):
             advice = "each device sees some of the rows; give parallelize"
             check_added_loss(layer, of_rows, self._forward.added_losses, advice)
             if of_rows and others[i].shape.rank != 0:
                 raise failure(f"{layer.name} adds a loss with a value for each row; add the sum or mean of the values")
             loss = tf.reduce_sum(others[i])
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
-        for i, number in enumerate(what.updated, len(what.losses)):
-            self._survey.check_new_value(self._states[number], others[i], rows)
+        for i, number in enumerate(spec.updated, len(spec.losses)):
+            self._analysis.check_new_value(self._states[number], others[i], rows)
             others[i] = tf.stop_gradient(others[i])  # TensorFlow would trace gradients of new values
-        self._result_spec = what
-        self._survey.check_outputs(what.shapes)
+        self._result_spec = spec
+        self._analysis.check_outputs(spec.shapes)
         if row_losses is not None and row_losses.complete:  # other outputs need no gradient
-            values = range(len(what.notes) - len(row_losses.keys), len(what.notes))
+            values = range(len(spec.attached) - len(row_losses.keys), len(spec.attached))
             for i, tensor in enumerate(tensors):
                 if i not in values:
                     tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensor, expand_composites=True)
         states = [*others, count_rows(rows[0])]
-        if self._survey.in_lockstep and self._microbatches == 1:  # each device has rows
+        if self._analysis.in_lockstep and self._microbatches == 1:  # each device has rows
             return tensors, [tf.expand_dims(state, 0) for state in states]
         return tensors, as_states(states, rows[0])
 
-    def collected(self, results: Sequence[Any]) -> Any:
+    def collect(self, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables."""
         with tf.device(self._forward.home):
             outputs, losses, updates = self._result_spec.unpacked(results[:-1])
@@ -272,7 +272,7 @@ class MappedCall:
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))  # which functional models do not implement
         for i, states in zip(self._result_spec.updated, updates):
             variable = self._states[i]
-            differ = id(variable) in self._survey.averaged and not self._survey.in_lockstep
+            differ = id(variable) in self._analysis.averaged and not self._analysis.in_lockstep
             variable.assign(_mean(states, shares) if differ else states[0])
         return outputs
 
@@ -285,7 +285,7 @@ def _mean(states: Any, shares: Any) -> Any:
 
 def _read(variable: Any) -> Any:
     """Return the value of a variable on the current device. A seed advances."""
-    stored = stored_in(variable)
+    stored = tf_variable(variable)
     value = stored.read_value()
     if is_seed(variable):
         stored.assign(value + tf.constant([0, 1], value.dtype))

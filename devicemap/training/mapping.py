@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap._tensorflow.keras import replacing, stored_in
+from devicemap._tensorflow.keras import replacing, tf_variable
 from devicemap._tensorflow.keras_calls import is_stateless
 from devicemap.errors import DataError
 from devicemap.training.forward import ForwardPass
@@ -41,7 +41,7 @@ def mapping(
         given = CallArguments.of(args, kwargs, losses)
         if not given.has_rows(rows) or not layer.built or is_stateless():
             return call(*args, **kwargs)
-        handles = [stored_in(variable).handle for variable in forward.variables]
+        handles = [tf_variable(variable).handle for variable in forward.variables]
         if have_tangents([*tf.nest.flatten(given.rows, expand_composites=True), *handles]):
             raise DataError(
                 f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
@@ -54,7 +54,7 @@ def mapping(
             mapped_call = MappedCall(forward, layer, given, parts, row_losses if of_model else None)
             with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
                 results = mapped_call.run()
-        return mapped_call.collected(results)
+        return mapped_call.collect(results)
 
     with ExitStack() as replaced:
         for layer, _ in forward.layers:

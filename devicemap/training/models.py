@@ -14,7 +14,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import batch_norms_of, has_own, layers_of, sublayers_of
+from devicemap._tensorflow.keras import batch_norms_of, layers_of, overrides, sublayers_of
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.options import check_choice, check_count
@@ -113,14 +113,14 @@ def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: in
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
     for name in (*MAKERS, *METHODS):
-        if name in vars(model) or has_own(model, name):
+        if name in vars(model) or overrides(model, name):
             advice = f"override {name.removeprefix('make_').replace('function', 'step')} instead"
             if hasattr(model, "stage_layers"):
                 advice = "a Pipeline with replicas=2 trains two copies of its stages"
             elif name in METHODS:
                 advice = "rename it"
             raise OptionError(f"{model.name} has a {name} of its own, which parallelize would replace; {advice}")
-    if accumulate > 1 and ("train_step" in vars(model) or has_own(model, "train_step")):
+    if accumulate > 1 and ("train_step" in vars(model) or overrides(model, "train_step")):
         raise OptionError(
             f"accumulate={accumulate} with {model.name}, which has a train_step of its own; accumulate needs that of "
             "keras.Model. recompute=True saves memory in any step"

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import (
     build_compiled,
-    forget_functions,
-    has_own,
+    clear_step_functions,
     layers_of,
     losses_of,
+    overrides,
     traces_with_batches,
 )
 from devicemap.api import DeviceMap
@@ -31,8 +31,8 @@ from devicemap.inspect.training import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification, of_first_layer
 from devicemap.training.forward import ForwardPass
 from devicemap.training.mapping import mapping
-from devicemap.training.row_losses import RowLosses, of_all_rows
-from devicemap.training.variables import beside_variables
+from devicemap.training.row_losses import RowLosses, needing_all_rows
+from devicemap.training.variables import colocate_slots
 
 STEPS = "train_step", "test_step", "predict_step"
 MAKERS = "make_train_function", "make_test_function", "make_predict_function"
@@ -82,7 +82,7 @@ class ParallelModel:
 
         Return whether the step has to build them itself, on one device, because the model runs eagerly.
         """
-        if step in self._own_steps or has_own(self._model, step):
+        if step in self._own_steps or overrides(self._model, step):
             if batch is None or step in self._building or all(layer.built for layer in layers_of(self._model)[1:]):
                 return False
             self._building.add(step)
@@ -101,7 +101,7 @@ class ParallelModel:
             def run(batch: Any) -> Any:
                 return self._model(keras.utils.unpack_x_y_sample_weight(batch)[0], training=False)
 
-        with _replacing, beside_variables(self._model):  # a run would change counters of layers
+        with _replacing, colocate_slots(self._model):  # a run would change counters of layers
             tf.function(run, autograph=False).get_concrete_function(batch)
         return False
 
@@ -118,14 +118,14 @@ class ParallelModel:
         own |= {name: partial(self._step, name) for name in STEPS}
         own |= {name: partial(self._make, name) for name in MAKERS}
         own |= {name: getattr(self, name) for name in METHODS}
-        forget_functions(self._model)
+        clear_step_functions(self._model)
 
     def detach(self) -> Any:
         """Give the model back to one device and return it."""
         for name in (*STEPS, *MAKERS, *METHODS):
             vars(self._model).pop(name, None)
         vars(self._model).update(self._own_steps)
-        forget_functions(self._model)
+        clear_step_functions(self._model)
         return self._model
 
     def explain(self, data_or_spec: Any) -> Plan:
@@ -134,7 +134,7 @@ class ParallelModel:
         Args:
             data_or_spec: inputs of the model, or a nest of `tf.TensorSpec`s in their place.
         """
-        if not has_own(self._model, "call"):
+        if not overrides(self._model, "call"):
             raise OptionError(
                 f"{self._model.name} has no call; explain a layer that its steps call, by devicemap.DeviceMap(layer, "
                 "batched=True)"
@@ -149,7 +149,7 @@ class ParallelModel:
             name=self._model.name,
         )
         plan = mapper.explain(tuple(tf.nest.flatten(data_or_spec)))
-        gathered_for = self._own_methods("train_step") or tuple(each.name for each in of_all_rows(self._model))
+        gathered_for = self._own_methods("train_step") or tuple(each.name for each in needing_all_rows(self._model))
         return replace(plan, microbatches=self._accumulate, gathered_for=gathered_for)
 
     def report(self) -> TrainingReport:
@@ -258,7 +258,7 @@ class ParallelModel:
     def _own_methods(self, step: str) -> tuple[str, ...]:
         """Return the methods of a step that a model overrides. They may use outputs in any way."""
         own = {*self._own_steps, *(vars(self._model).keys() - STEPS)}
-        return tuple(name for name in (step, *_MEASURES) if name in own or has_own(self._model, name))
+        return tuple(name for name in (step, *_MEASURES) if name in own or overrides(self._model, name))
 
     def _step(self, name: str, data: Any) -> Any:
         """Run a step of the model on a batch, with calls of the model and its layers on all devices."""
@@ -272,7 +272,7 @@ class ParallelModel:
                 _, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
                 row_losses = None if targets is None else RowLosses(self._model, targets)
             mapped = mapping(forward, rows, microbatches, name != "predict_step", row_losses)
-            with mapped, beside_variables(self._model):
+            with mapped, colocate_slots(self._model):
                 results = step(data)
         if not forward.calls and len(self._devices) > 1 and rows != 0:
             self._maps_nothing |= name == "train_step"

@@ -17,17 +17,17 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import with_captures
-from devicemap._tensorflow.gradient_links import added, linked
+from devicemap._tensorflow.gradient_links import add_gradients, link_gradients
 from devicemap._tensorflow.keras import is_seed, replacing, states_of, sublayers_of
 from devicemap.compile.audit import audit
 from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.data.shards import join
 from devicemap.errors import failure
-from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, current_scope, pure
+from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, call_stateless, current_scope
 
 
-def recomputed(
+def recompute(
     function: Callable[..., tuple[list[Any], list[Any]]],
     rows: Sequence[Any],
     values: Sequence[Any] | None = None,
@@ -45,7 +45,7 @@ def recomputed(
     Raises:
         FunctionError: the function draws other random numbers when it runs again, or changes a variable.
     """
-    cut = _Cut(rows, microbatches)
+    cut = _RowParts(rows, microbatches)
     part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs)
     _check(part)
     count = len(part.inputs) - len(part.captured_inputs)
@@ -70,7 +70,7 @@ def recomputed(
         taken = [upstream[i] for i in floats]
         with _after(taken):  # otherwise all functions would run again at once, and their results be kept
             given, held = tf.nest.map_structure(tf.identity, (list(rows), values), expand_composites=True)
-        again, of_part = _Cut(given, microbatches), gradient_of_part
+        again, of_part = _RowParts(given, microbatches), gradient_of_part
         if microbatches > 1:
             of_part = tf.function(gradient_of_part, autograph=False).get_concrete_function(
                 again.number, again.specs, held, [spec_of(results[i]) for i in floats]
@@ -80,13 +80,13 @@ def recomputed(
             parts = [again.part_of(leaf, number, i < of_rows) for i, leaf in zip(floats, taken)]
             return of_part(number, again.parts(number), held, parts)
 
-        found = again.over(gradients, [partial(added, lookups=kind) for kind in kinds])
+        found = again.over(gradients, [partial(add_gradients, lookups=kind) for kind in kinds])
         for i, value in enumerate(values):
             found[i] = tf.ensure_shape(found[i], value.shape) if isinstance(found[i], tf.Tensor) else found[i]
         return found
 
     given = cut.over(lambda i: tf.nest.flatten(part(i, cut.parts(i))), [join] * len(results))
-    return linked(given, [*values, *map(tf.convert_to_tensor, others)], gradient)
+    return link_gradients(given, [*values, *map(tf.convert_to_tensor, others)], gradient)
 
 
 def without_state(layers: Sequence[Any]) -> list[Any]:
@@ -103,11 +103,11 @@ def recomputing(layers: Sequence[Any]) -> Iterator[None]:
     """Return a context in which gradients run these layers again. The layers are called in `CallScope`s."""
     with ExitStack() as replaced:
         for layer in layers:
-            replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))
+            replaced.enter_context(replacing(layer, call=partial(_recompute_call, layer, layer.call)))
         yield
 
 
-def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+def _recompute_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     given, scope = CallArguments.of(args, kwargs), current_scope()
     if scope is None or not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):  # `None`: in another thread
         return call(*args, **kwargs)
@@ -118,15 +118,15 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         rows = [*map(tf.identity, given.rows)]
         args, kwargs = given.with_rows(rows)
         own = scope.inner()
-        tensors, others, what = pure(partial(call, *args, **kwargs), own, states, rows)
-        found.append((what, own))
+        tensors, others, spec = call_stateless(partial(call, *args, **kwargs), own, states, rows)
+        found.append((spec, own))
         return tensors, others
 
-    results = recomputed(run, [])
-    what, own = found[-1]
-    outputs, losses, updates = what.unpacked(results)
+    results = recompute(run, [])
+    spec, own = found[-1]
+    outputs, losses, updates = spec.unpacked(results)
     # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
-    scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]
+    scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(spec.losses, losses)]
     scope.draws = own.draws
     for variable in own.changed:
         if not is_seed(variable) and all(variable is not each for each in states):
@@ -134,12 +134,12 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{layer.name} changes {variable.path}, a variable of another layer, and would change it again when it runs "
                 "for its gradients; leave this layer out of recompute"
             )
-    for i, value in zip(what.updated, updates):
+    for i, value in zip(spec.updated, updates):
         scope.add_update((states[i], value))
     return outputs
 
 
-class _Cut:
+class _RowParts:
     """Rows in parts. The first parts may have one row more than the last."""
 
     def __init__(self, rows: Sequence[Any], most: int):

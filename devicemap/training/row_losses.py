@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap._tensorflow.keras import function_of_rows, has_own_call, losses_of, measure, metrics_of, replacing
+from devicemap._tensorflow.keras import function_of_rows, losses_of, measure, metrics_of, overrides_call, replacing
 from devicemap.errors import failure
 from devicemap.pipelines.losses import is_of_one_row
 
@@ -56,8 +56,9 @@ class RowLosses:
 
     def fit(self, count: int | None) -> bool:
         """Return whether there are losses, and the targets are dense tensors of a graph with `count` rows."""
-        # Eager tensors do not show the source of a cast. A loss that overrides `__call__` may use rows in any way.
-        if tf.executing_eagerly() or not self._calls or not self.rows or any(map(has_own_call, losses_of(self._model))):
+        if tf.executing_eagerly() or not self._calls or not self.rows:  # eager tensors do not show the source of a cast
+            return False
+        if any(map(overrides_call, losses_of(self._model))):  # such a loss may use rows in any way
             return False
         return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows)
 
@@ -147,7 +148,7 @@ class RowLosses:
         return None if true is None or pred is None else (owner, true, pred)
 
 
-def of_all_rows(model: Any) -> list[Any]:
+def needing_all_rows(model: Any) -> list[Any]:
     """Return the losses and metrics of a compiled model that need outputs of all rows."""
     return [each for each in (*losses_of(model), *metrics_of(model)) if _function_of(each) is None]
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of
+from devicemap._tensorflow.keras import LOGITS, MASK, attached_tensors, is_seed, mask_of
 from devicemap._tensorflow.keras_calls import RunningCalls
 from devicemap.compile.graph_walker import depends_on
 from devicemap.data.rows import count_rows
@@ -114,7 +114,7 @@ class Activation:
         """Return the activation that computes an output of a graph, or `None`."""
         if not isinstance(output, tf.Tensor) or output.op.type not in ("Softmax", "Sigmoid"):
             return None
-        logits = notes_of(output).get(LOGITS)
+        logits = attached_tensors(output).get(LOGITS)
         if logits is not None and logits is not output.op.inputs[0]:
             return None
         return cls(output.op.type, logits is not None)
@@ -130,8 +130,8 @@ class ResultSpec:
     shapes: tuple[Any, ...]
     """Static shapes of the tensors."""
 
-    notes: tuple[tuple[str, ...], ...]
-    """For each of the tensors, the attributes of `notes_of`."""
+    attached: tuple[tuple[str, ...], ...]
+    """For each of the tensors, the attributes of `attached_tensors`."""
 
     activations: tuple[Activation | None, ...]
     """For each of the tensors, the activation to apply to the tensor that is passed in its place."""
@@ -143,15 +143,15 @@ class ResultSpec:
     """Indices of the variables that got new values."""
 
     @property
-    def of_rows(self) -> int:
+    def row_tensors(self) -> int:
         """The number of outputs and of their attached tensors."""
-        return len(self.notes) + sum(map(len, self.notes))
+        return len(self.attached) + sum(map(len, self.attached))
 
     def unpacked(self, results: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Return outputs with their attached tensors, losses, and new values, from tensors in this order."""
-        outputs, left = list(results[: len(self.notes)]), list(results[len(self.notes) :])
+        outputs, left = list(results[: len(self.attached)]), list(results[len(self.attached) :])
         outputs = [leaf if op is None else op(leaf) for op, leaf in zip(self.activations, outputs)]
-        for output, names in zip(outputs, self.notes):
+        for output, names in zip(outputs, self.attached):
             for name in names:
                 setattr(output, name, left.pop(0))
         tensors = iter(outputs)
@@ -244,7 +244,7 @@ def add_loss(layer: Any, loss: Any) -> None:
         scope.added += [(layer, each, True) for each in tf.nest.flatten(loss)]
 
 
-def pure(
+def call_stateless(
     call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]
 ) -> tuple[list[Any], list[Any], ResultSpec]:
     """Call a model or layer on some rows, in a `CallScope`.
@@ -269,19 +269,19 @@ def pure(
                 "return them in a tuple, a named tuple or a dict"
             )
     flat = [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
-    notes, activations = [notes_of(leaf) for leaf in flat], [*map(Activation.of, flat)]
+    attached, activations = [attached_tensors(leaf) for leaf in flat], [*map(Activation.of, flat)]
     for i, activation in enumerate(activations):
         if activation is not None:
-            notes[i].pop(LOGITS, None)
+            attached[i].pop(LOGITS, None)
             flat[i] = flat[i].op.inputs[0]
     updates = {i: new for i, (old, new) in enumerate(zip(before, after)) if new is not old}
-    what = ResultSpec(
+    spec = ResultSpec(
         tf.nest.map_structure(lambda leaf: ROWS if tf.is_tensor(leaf) else leaf, outputs),
         tuple(leaf.shape for leaf in flat),
-        tuple(map(tuple, notes)),
+        tuple(map(tuple, attached)),
         tuple(activations),
         tuple((layer, may_depend and depends_on(loss, rows), loss.dtype) for layer, loss, may_depend in scope.added),
         tuple(updates),
     )
     losses = [loss for _, loss, _ in scope.added]
-    return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what
+    return [*flat, *(tensor for each in attached for tensor in each.values())], [*losses, *updates.values()], spec

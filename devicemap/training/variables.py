@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import optimizers_of, replacing, stored_in, updating_alone
+from devicemap._tensorflow.keras import optimizers_of, replacing, replacing_gradient_sum, tf_variable
 from devicemap._tensorflow.runtime import home_of_inputs
 from devicemap.devices import choose_devices
 
@@ -49,21 +49,21 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beside_variables(model: Any) -> Iterator[None]:
+def colocate_slots(model: Any) -> Iterator[None]:
     """Return a context for a step, in which optimizers keep and update slots on the devices of variables.
 
     Slots are created outside of the graph that is being traced: TensorFlow traces a function that creates variables twice. A
     `LossScaleOptimizer` needs the second trace, because it scales losses by a constant until it is built.
     """
-    homes = {stored_in(variable).device for variable in model.trainable_variables}
+    homes = {tf_variable(variable).device for variable in model.trainable_variables}
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
             inner = getattr(optimizer, "inner_optimizer", optimizer)  # in a `LossScaleOptimizer`
             if inner is optimizer:
                 replaced.enter_context(replacing(optimizer, build=partial(_in_thread, optimizer.build)))
-            add = partial(_add_at_home, inner.add_variable_from_reference)
+            add = partial(_add_slot_at_home, inner.add_variable_from_reference)
             replaced.enter_context(replacing(inner, add_variable_from_reference=add))
-            replaced.enter_context(updating_alone(inner, _at_home))
+            replaced.enter_context(replacing_gradient_sum(inner, _copy_home))
             if len(homes) > 1:
                 replaced.enter_context(replacing(inner, apply=partial(_apply_at_home, inner.apply, homes)))
         yield
@@ -75,24 +75,24 @@ def _in_thread(build: Callable[[Any], None], variables: Any) -> None:
         thread.submit(build, variables).result()
 
 
-def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
+def _copy_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
     """Copy gradients to the devices of their variables. Ops without a device would send them through the host."""
     copied = []
     for gradient, variable in gradients_and_variables:
-        with tf.device(stored_in(variable).device):
+        with tf.device(tf_variable(variable).device):
             copied.append((None if gradient is None else tf.identity(gradient), variable))
     return copied
 
 
-def _add_at_home(add: Callable[..., Any], reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-    with tf.device(stored_in(reference_variable).device):
+def _add_slot_at_home(add: Callable[..., Any], reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    with tf.device(tf_variable(reference_variable).device):
         return add(reference_variable, *args, **kwargs)
 
 
 def _apply_at_home(apply: Callable[..., Any], homes: set[str], grads: Any, trainable_variables: Any = None) -> Any:
     """Run `Optimizer.apply`, whose arguments have these names, with gradients on the devices of their variables."""
     if trainable_variables is not None:  # otherwise, Keras takes those for which the optimizer was built
-        grads = [gradient for gradient, _ in _at_home(zip(grads, trainable_variables))]
+        grads = [gradient for gradient, _ in _copy_home(zip(grads, trainable_variables))]
     graph = tf.compat.v1.get_default_graph()
     with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(home_of_inputs, devices=homes)):
         return apply(grads, trainable_variables)

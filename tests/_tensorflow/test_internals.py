@@ -15,19 +15,19 @@ from devicemap._tensorflow.calls import begin_backward_on, prepare_gradient
 from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS,
     NO_AUTO_CONTROL_DEPS_NOINLINE,
+    add_control_input,
     add_control_outputs,
     compiled_as_a_part,
     graphs_within,
     last_set_seed,
     python_function,
-    wait_for,
     with_captures,
 )
-from devicemap._tensorflow.gradient_links import fanned_out, redirecting
-from devicemap._tensorflow.gradients import differentiate_freely, holds_gradients, order_of_gradients
+from devicemap._tensorflow.gradient_links import fan_out, gradient_redirector
+from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients, unpin_gradients
 from devicemap._tensorflow.keras import is_seed, states_of
-from devicemap._tensorflow.pfor import of_all_rows
-from devicemap._tensorflow.runtime import allocator_bytes, run_beside_inputs
+from devicemap._tensorflow.pfor import map_all_rows
+from devicemap._tensorflow.runtime import allocator_bytes, colocate_with_inputs
 
 pytestmark = pytest.mark.private("what is tested here")
 
@@ -81,11 +81,11 @@ def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
     inner = tf.function(lambda x: tf.gather(tf.tanh(x), [1, 0], axis=1))
     gather = tf.function(lambda x: inner(x)).get_concrete_function(spec)
     if free:
-        differentiate_freely(gather.graph)
+        unpin_gradients(gather.graph)
     gradient = tf.function(lambda x: tf.gradients(gather(x), x)[0])
     graph_def = gradient.get_concrete_function(spec).graph.as_graph_def()
     if free:
-        differentiate_freely(gather.graph)  # once more: each trace meets the functions that fn calls
+        unpin_gradients(gather.graph)  # once more: each trace meets the functions that fn calls
         (op,) = (op for op in inner.get_concrete_function(spec).graph.get_operations() if "Gather" in op.type)
         wrapped = [cell.cell_contents.__name__ for cell in op._gradient_function.__closure__]
         assert "_GatherV2Grad" in wrapped  # wrapped once
@@ -173,7 +173,7 @@ def test_the_gradient_function_of_an_op_is_used(called: bool) -> None:
         y = fn(x)
     assert float(tape.gradient(y, x)) == 7.0
     assert float(tf.function(lambda x: tf.gradients(fn(x), x)[0])(x)) == 7.0
-    assert holds_gradients()
+    assert can_redirect_gradients()
 
 
 def test_the_backward_call_of_a_call_is_placed() -> None:
@@ -191,7 +191,7 @@ def test_gradients_of_several_users_are_added_on_the_current_device() -> None:
     @tf.function
     def gradient() -> Any:
         with tf.device("CPU:1"):
-            handles = fanned_out(variable.handle, 2)
+            handles = fan_out(variable.handle, 2)
         reads = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32) for handle in handles]
         assert all(read.shape == [2] for read in reads)
         return tf.gradients([reads[0] * 3.0, reads[1] * 4.0], variable.handle)[0]
@@ -211,7 +211,7 @@ def test_an_op_takes_another_input_and_waits_for_another_op() -> None:
     assert float(fn(tf.constant(1.0))) == 0.0
     with tf.Graph().as_default():
         first, second = tf.no_op(), tf.no_op()
-        wait_for(first, second)
+        add_control_input(first, second)
         assert first.control_inputs == [second]
 
 
@@ -233,7 +233,7 @@ def test_which_gradients_a_call_has_to_keep() -> None:
 
 def test_rows_are_taken_without_a_copy() -> None:
     row = tf.function(lambda x: tf.sin(x)).get_concrete_function(tf.TensorSpec([2]))
-    whole = tf.function(lambda x: of_all_rows(row, [x])).get_concrete_function(tf.TensorSpec([None, 2]))
+    whole = tf.function(lambda x: map_all_rows(row, [x])).get_concrete_function(tf.TensorSpec([None, 2]))
     (sine,) = [op for op in whole.graph.get_operations() if op.type == "Sin"]
     assert sine.inputs[0].op.type == "Placeholder"
 
@@ -261,7 +261,7 @@ def test_gradients_of_a_replica_go_to_its_value(loop: bool) -> None:
     def looked_up(x: tf.Tensor) -> tf.Tensor:
         value = original.read_value()
         assigned = tf.raw_ops.AssignVariableOp(resource=replica.handle, value=value)
-        handle = redirecting()(replica.handle, value)
+        handle = gradient_redirector()(replica.handle, value)
         with tf.control_dependencies([assigned]):
             return x * tf.raw_ops.ResourceGather(resource=handle, indices=[1, 1], dtype=tf.float32)
 
@@ -287,7 +287,7 @@ def test_ops_beside_their_inputs() -> None:
         with tf.device(devices[0]):
             one = x + 1.0
         with tf.device(devices[1]):
-            run_beside_inputs(devices)
+            colocate_with_inputs(devices)
             other = x + 2.0
         passed = tf.identity_n([one, other])
         found.append([(x * 1.0).device, (other * 1.0).device, (passed[1] * passed[0]).device])

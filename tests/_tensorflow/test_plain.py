@@ -100,9 +100,9 @@ def test_a_tensorflow_without_any_of_the_modules() -> None:
 
 
 def test_missing_modules_and_names_are_reported() -> None:
-    assert Private("tensorflow.python.eager.context", "context", "Context.function_call_options").is_there
-    assert not Private("tensorflow.python.eager.context", "Context.gone").is_there
-    assert not Private("tensorflow.python.gone").is_there
+    assert Private("tensorflow.python.eager.context", "context", "Context.function_call_options").is_available
+    assert not Private("tensorflow.python.eager.context", "Context.gone").is_available
+    assert not Private("tensorflow.python.gone").is_available
     with pytest.raises(AttributeError):
         _ = Private("tensorflow", "gone").gone
 

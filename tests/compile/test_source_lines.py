@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import own_graphs
+from devicemap._tensorflow.functions import traced_graphs
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.trace import trace
 from devicemap.options import Options
@@ -21,7 +21,7 @@ LAYER.build([None, 4])
 
 def lines_of(concrete: Any, op_type: str) -> list[str | None]:
     """The lines of all ops of a type in a function and in the functions that it calls."""
-    ops = [op for each in own_graphs(concrete.graph) for op in each.get_operations()]
+    ops = [op for each in traced_graphs(concrete.graph) for op in each.get_operations()]
     return [source_line(op) for op in ops if op.type == op_type]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
+from devicemap._tensorflow.functions import compiled_as_a_part, run_after
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras_calls import in_training
-from devicemap._tensorflow.runtime import run_beside_inputs
-from devicemap.compile.graph_builder import copied, sizes_in_graph
+from devicemap._tensorflow.runtime import colocate_with_inputs
+from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.returned import row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.trace import Traced
@@ -26,9 +26,9 @@ from devicemap.errors import OptionError, error_text, function_error
 from devicemap.events import short_name
 from devicemap.hosts import settle
 from devicemap.inspect.pipelines import PipelinePlan, StagePlan
-from devicemap.pipelines.microbatches import Calls
+from devicemap.pipelines.microbatches import ScheduledCalls
 from devicemap.pipelines.schedule import PipelineOptions, Step
-from devicemap.pipelines.stages import Stage, TracedStage, noted, state_of, trace_in_turn, written_by
+from devicemap.pipelines.stages import Stage, TracedStage, attachments_to_nodes, trace_stages, trace_state, written_by
 
 _NAMED: Any = {n: namedtuple("_NAMED", ("x", "y", "sample_weight")[: 1 + n]) for n in (1, 2)}
 """Tuples of rows with targets, whose names appear in error messages, by the number of the latter."""
@@ -59,13 +59,14 @@ class Batch:
     @classmethod
     def of(cls, data: Any, targets: Sequence[Any] = (), scale: Any = 1.0) -> Batch:
         """Return the batch of the user's data. Raise `DataError` for data that is not valid."""
-        rows = as_rows(_NAMED[len(targets)](noted(data), *targets) if targets else noted(data))
+        data = attachments_to_nodes(data)
+        rows = as_rows(_NAMED[len(targets)](data, *targets) if targets else data)
         nest, *others = rows.specs if targets else (rows.specs,)
         count = len(tf.nest.flatten(nest))
         return cls(nest, tuple(others), (rows.leaves[:count], rows.leaves[count:]), rows.count, scale, rows.key)
 
 
-class Composition:
+class PipelineGraph:
     """The results of the stages for a batch, in the graph that is being built.
 
     Attributes:
@@ -79,8 +80,8 @@ class Composition:
 
     def __init__(self, stages: Sequence[Stage], batch: Batch, options: PipelineOptions):
         self._batch = batch
-        run_beside_inputs(device for devices in options.devices for device in devices)
-        traced = trace_in_turn(stages, batch.nest, batch.targets)
+        colocate_with_inputs(device for devices in options.devices for device in devices)
+        traced = trace_stages(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
         parts = options.microbatches * len(options.devices)
         if _needs_whole_batch(traced, options):
@@ -95,7 +96,7 @@ class Composition:
         # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
         bounds = accumulate(shard_sizes(parts, len(options.devices)), initial=0)
         shares = [range(*pair) for pair in pairwise(bounds)]
-        calls = Calls(options.orders(self._forward_first(traced), shares), options.clock)
+        calls = ScheduledCalls(options.orders(self._forward_first(traced), shares), options.clock)
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
@@ -119,21 +120,21 @@ class Composition:
             ]
 
     def _forward_first(self, traced: Sequence[TracedStage]) -> bool:
-        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `_run_in_turn`."""
+        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `_run_sequentially`."""
         found = [layer for stage in traced for layer, _ in stage.losses]
         scaled = found.count(None) > 1 and any(layer is not None for layer in found)
-        return not self._batch.targets or scaled or _run_in_turn([stage.traced for stage in traced])
+        return not self._batch.targets or scaled or _run_sequentially([stage.traced for stage in traced])
 
     def _cut(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """Return these tensors for each microbatch."""
         parts = self.sizes.shape[0]
         cut = [cut_rows(tensor, self.sizes, parts) for tensor in tensors]
-        return [waiting_for([], [tensor[m] for tensor in cut]) for m in range(parts)]
+        return [run_after([], [tensor[m] for tensor in cut]) for m in range(parts)]
 
-    def joined(self, device: str) -> list[Any]:
+    def join_outputs(self, device: str) -> list[Any]:
         """Return the leaves of the results for the whole batch, on a device."""
         with tf.device(device):
-            there = [copied(value) for value in self.values]
+            there = [copy_leaves(value) for value in self.values]
             leaves = [*zip(*there)]
             counts = [*map(row_counts, leaves)]
             checked = with_row_counts_checked([*map(join, leaves)], counts, self.sizes)
@@ -183,7 +184,7 @@ class EagerGraphs:
     def _failed_stage(self, batch: Batch, error: Exception) -> str:
         """Return which stage has this class of error if they run in turn on the whole batch. TensorFlow does not report it."""
         values, targets = batch.tensors
-        traced = trace_in_turn(self._stages, batch.nest, batch.targets)
+        traced = trace_stages(self._stages, batch.nest, batch.targets)
         # They do not run again if they have side effects, or if memory was short, which whole batches need more of.
         repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
         for stage, each in zip(self._stages, traced) if repeatable else ():
@@ -197,7 +198,7 @@ class EagerGraphs:
         return "a stage"
 
     def _key(self, batch: Batch, key: Any) -> tuple[Any, ...]:
-        return key, batch.key, batch.least, state_of(*self._stages)
+        return key, batch.key, batch.least, trace_state(*self._stages)
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
@@ -216,7 +217,7 @@ def plan_of(
     stages: Sequence[Stage], specs: Any, rows: int | None, options: PipelineOptions, has_loss: bool
 ) -> PipelinePlan:
     """Return the plan of a call for rows of these specs, in training mode if there is a loss."""
-    trace = partial(trace_in_turn, stages, specs)
+    trace = partial(trace_stages, stages, specs)
     traced_stages = in_training(trace) if has_loss else trace()
     traces = [stage.traced for stage in traced_stages]
     microbatches = options.microbatches
@@ -224,7 +225,7 @@ def plan_of(
         microbatches = 1
     elif rows is not None:
         microbatches = max(1, min(microbatches, -(-rows // len(options.devices))))
-    forward_first = _run_in_turn(traces)
+    forward_first = _run_sequentially(traces)
     orders = options.orders(forward_first, [range(microbatches)])
     plans = []
     for k, (stage, traced) in enumerate(zip(stages, traces)):
@@ -241,7 +242,7 @@ def _needs_whole_batch(stages: Sequence[TracedStage], options: PipelineOptions) 
     return not options.local and any(stage.mixes_rows for stage in stages)
 
 
-def _run_in_turn(stages: Sequence[Traced]) -> bool:
+def _run_sequentially(stages: Sequence[Traced]) -> bool:
     """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
 
     It does so for gradients of Python functions, and if one stage writes a variable that another stage uses.

@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
-from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, moving_averages_of, stored_in
+from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, moving_averages_of, replacing_moments, tf_variable
 from devicemap._tensorflow.keras_calls import may_train
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
@@ -36,7 +36,7 @@ OTHER_LENGTHS = (
 """Advice for a call whose arguments have first axes of unknown length, which count as rows."""
 
 
-class Survey:
+class CallAnalysis:
     """What the trace of a call shows."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Survey:
         @tf.function(autograph=False)
         def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
             args, kwargs = given.with_rows(leaves)
-            with given.calls.continued(), scope, moments_by(norms if synchronized else [], moments):
+            with given.calls.continued(), scope, replacing_moments(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._rows)
@@ -78,13 +78,13 @@ class Survey:
 
         concrete = self._trace(call, tensors, dense)
         outputs = concrete.structured_outputs[0]
-        meets = bool(normalizing)
+        synchronizes = bool(normalizing)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
         """Moving averages of batch normalization, by identity."""
         found = audit(concrete)
         self._fixed_seeds = found.fixed_seeds
-        _check(concrete, found, layer.name, meets=meets, runs_again=runs_again)
+        _check(concrete, found, layer.name, synchronizes=synchronizes, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
         known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
@@ -107,14 +107,14 @@ class Survey:
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        self.not_for_xla = _reason_against_xla(found, dense, meets=meets, runs_again=runs_again)
+        self.not_for_xla = _reason_against_xla(found, dense, synchronizes=synchronizes, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
         with_xla = forward.model.jit_compile and self.not_for_xla is None
         apart = runs_again or with_xla or tf.executing_eagerly() or any(id(v) in self.averaged for v in scope.changed)
-        followed = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
-        self.in_lockstep = meets or (
+        watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
+        self.in_lockstep = synchronizes or (
             not (apart or found.fixed_seeds or _reason_against_lockstep(concrete))
-            and order_of_gradients(concrete, followed) > 1
+            and order_of_gradients(concrete, watched) > 1
         )
         """Whether one function runs the shards: if they exchange statistics, and under several tapes or a persistent one. Then
         TensorFlow differentiates each function several times, and a function in it each time again."""
@@ -179,13 +179,13 @@ def _prime_from(start: int) -> int:
     return next(n for n in itertools.count(start) if all(n % k for k in range(2, math.isqrt(n) + 1)))
 
 
-def _check(concrete: Any, found: Audit, name: str, *, meets: bool, runs_again: bool) -> None:
+def _check(concrete: Any, found: Audit, name: str, *, synchronizes: bool, runs_again: bool) -> None:
     if found.ordered or op_types(concrete) & _ADDS:
         raise failure(
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if (meets or runs_again) and (reason := _reason_against_lockstep(concrete)):
+    if (synchronizes or runs_again) and (reason := _reason_against_lockstep(concrete)):
         raise failure(f"a layer of {name} {reason}")
     calls = (op for op in ops_in(concrete) if op.type in CALLS)
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
@@ -210,13 +210,13 @@ def _reason_against_lockstep(concrete: Any) -> str | None:
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
     """Return the lookups in the trained variables of a layer, by identity."""
-    known = lookups_in(concrete, [stored_in(seed).handle for seed in seeds], rows)
-    found = {id(v): known.get(stored_in(v).handle.ref(), Lookups.NONE) for v in layer.trainable_variables}
+    known = lookups_in(concrete, [tf_variable(seed).handle for seed in seeds], rows)
+    found = {id(v): known.get(tf_variable(v).handle.ref(), Lookups.NONE) for v in layer.trainable_variables}
     mixed = [variable.path for variable in layer.trainable_variables if found[id(variable)] is Lookups.MIXED]
     if mixed:
         raise mixed_lookups(mixed[0])
     joined = [v.path for v in layer.trainable_variables if found[id(v)] not in (Lookups.NONE, Lookups.OF_ROWS)]
-    if joined and not holds_gradients():
+    if joined and not can_redirect_gradients():
         raise failure(
             f"{joined[0]} is looked up by indices that are the same for all rows, and with this version of TensorFlow its "
             "gradient would have other slices than that of one device; look it up for each row"
@@ -224,8 +224,8 @@ def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict
     return found
 
 
-def _reason_against_xla(found: Audit, dense: bool, *, meets: bool, runs_again: bool) -> str | None:
-    if meets:
+def _reason_against_xla(found: Audit, dense: bool, *, synchronizes: bool, runs_again: bool) -> str | None:
+    if synchronizes:
         return "synchronized batch normalization exchanges values between devices"
     if runs_again:
         return "accumulate and recompute call layers again for their gradients"
