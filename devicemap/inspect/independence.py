@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.data.rows import take_rows
+from devicemap.data.shards import join
 from devicemap.inspect.verify import find_difference
 
 UNKNOWN_SIZE = 32
@@ -25,9 +27,10 @@ def dependence_on_rows(
 ) -> str | None:
     """Describe a result for one half of some rows that differs if the other half changes or is left out.
 
-    `run` maps a list of dense tensors `[rows, ...]` like `given` to a nest of such tensors. It may refuse random arguments,
-    such as indices out of range. `rows` are numbers of rows, of which the first counts that `run` accepts. `draws` returns
-    whether `run` has drawn random numbers. If other rows are left out, only the first rows then get the same numbers.
+    `run` maps a list of tensors `[rows, ...]` like `given`, dense, ragged or sparse, to a nest of such tensors. It may refuse
+    random arguments, such as indices out of range. `rows` are numbers of rows, of which the first counts that `run` accepts.
+    `draws` returns whether `run` has drawn random numbers. If other rows are left out, only the first rows then get the same
+    numbers.
 
     Returns `None` for no difference, and if `run` accepts none of them.
     """
@@ -40,28 +43,32 @@ def dependence_on_rows(
 def _dependence(
     run: Callable[[list[Any]], Any], given: Sequence[Any], rows: int, draws: Callable[[], bool]
 ) -> str | None:
-    whole, others = ([each[:rows] for each in random_tensors(given, seed=seed).values()] for seed in (0, 1))
+    whole, others = (
+        [take_rows(each, 0, rows) for each in random_tensors(given, seed=seed).values()] for seed in (0, 1)
+    )
     first, again = (tf.nest.flatten(run(whole)) for _ in range(2))
     count = whole[0].shape[0]
     # Results with other numbers of rows are refused when they are joined.
     of_rows = [i for i, each in enumerate(first) if each.shape[:1] == [count]]
-    halves = [half for half in (slice(0, count // 2), slice(count // 2, count)) if half.start < half.stop]
+    halves = [half for half in ((0, count // 2), (count // 2, count)) if half[0] < half[1]]
 
-    def found(tensors: list[Any], half: slice, part: slice, tolerance: float) -> str | None:
+    def found(tensors: list[Any], half: tuple[int, int], part: tuple[int, int], tolerance: float) -> str | None:
         """Compare a part of the results for some tensors with half of the first results."""
         results = tf.nest.flatten(run(tensors))
         got, one, other = (
-            [leaves[i][of_part] for i in of_rows] for leaves, of_part in ((results, part), (first, half), (again, half))
+            [take_rows(leaves[i], *of_part) for i in of_rows]
+            for leaves, of_part in ((results, part), (first, half), (again, half))
         )
         return difference("a result", got, one, other, tolerance)
 
     for half in halves:
         pairs = zip(whole, others)
-        changed = [tf.concat([(one if each is half else other)[each] for each in halves], 0) for one, other in pairs]
+        changed = [join([take_rows(one if each is half else other, *each) for each in halves]) for one, other in pairs]
         if text := found(changed, half, half, _ROUNDING):
             return f"{text}, if other rows change"
     for half in halves[:1] if draws() else halves:
-        if text := found([each[half] for each in whole], half, slice(0, half.stop - half.start), _OTHER_KERNELS):
+        left = [take_rows(each, *half) for each in whole]
+        if text := found(left, half, (0, half[1] - half[0]), _OTHER_KERNELS):
             return f"{text}, if other rows are left out"
     return None
 
@@ -84,16 +91,27 @@ def random_tensors(
 ) -> dict[int, Any]:
     """Return random rows for symbolic tensors or specs, by `id`. `largest` is the largest magnitude of fractions.
 
-    Integers are 0 or 1, which are valid indices for most layers. Integers and strings differ for seeds 0 and 1.
+    Integers are 0 or 1, which are valid indices for most layers. Integers and strings differ for seeds 0 and 1. Ragged rows
+    have lengths from 1 to 4, and are longer for seed 1. Half of the elements of a sparse tensor are missing.
     """
 
-    def random(i: int, tensor: Any) -> Any:
-        dtype = tf.as_dtype(tensor.dtype)
-        shape = [size or unknown_size for size in tensor.shape]
+    def random(i: int, shape: Sequence[int], dtype: tf.DType, ragged_rank: int = 0) -> Any:
+        if ragged_rank:
+            lengths = tf.random.stateless_uniform(shape[:1], [seed, i], 1 + 4 * seed, 5 + 4 * seed, tf.int64)
+            values = random(i, [int(tf.reduce_sum(lengths)), *shape[2:]], dtype, ragged_rank - 1)
+            return tf.RaggedTensor.from_row_lengths(values, lengths)
         if dtype == tf.string:
             return tf.fill(shape, str(seed or ""))
         if dtype.is_floating:
             return tf.cast(tf.random.stateless_uniform(shape, [seed, i], -largest, largest), dtype)
         return tf.cast((tf.random.stateless_uniform(shape, [0, i], 0, 2, tf.int32) + seed) % 2, dtype)
 
-    return {id(tensor): random(i, tensor) for i, tensor in enumerate(symbolic)}
+    def like(i: int, tensor: Any) -> Any:
+        shape = [size or unknown_size for size in tensor.shape]
+        dense_or_ragged = random(i, shape, tf.as_dtype(tensor.dtype), getattr(tensor, "ragged_rank", 0))
+        if not isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec):
+            return dense_or_ragged
+        indices = tf.where(tf.random.stateless_uniform(shape, [seed, i]) < 0.5)
+        return tf.SparseTensor(indices, tf.gather_nd(dense_or_ragged, indices), shape)
+
+    return {id(tensor): like(i, tensor) for i, tensor in enumerate(symbolic)}

@@ -92,9 +92,9 @@ class CallAnalysis:
         """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
         self._difference: str | None = None
         """How outputs differ from those of one device."""
-        if len(forward.devices) > 1 and dense:
+        if len(forward.devices) > 1:
             training = may_train() and is_comparable(found, scope)
-            self._difference = fixed_seed(concrete, self._rows)
+            self._difference = fixed_seed(concrete, self._rows) if dense else None
             self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
         self.lookups: dict[int, Lookups] = {}
         """The lookups in trained variables, by identity of the latter."""

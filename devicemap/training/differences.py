@@ -86,7 +86,8 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
         if not is_comparable(audit(concrete), scope):
             return None
         adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
-        few = [] if adds_rows else [_COMPARED_ROWS]
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
+        few = [_COMPARED_ROWS] if dense and not adds_rows else []
         difference = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
     return difference and (
         f"{difference}. Each device sees some of the rows, so the results differ from those of one device; compute values of "
