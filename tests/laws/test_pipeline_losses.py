@@ -25,14 +25,6 @@ steps = np.stack([x, 2 * x], 1)
 weights = np.linspace(0.0, 2.0, 7, dtype="float32")
 
 
-class MaskedLoss(Scaled):
-    """A layer that adds a loss and passes masks on."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.supports_masking = True
-
-
 class Weighted(keras.losses.Loss):
     """A custom loss of nests."""
 
@@ -44,24 +36,8 @@ def of_rows(y: Any, outputs: Any) -> Any:
     return tf.reduce_sum((y - outputs) ** 4, 1)
 
 
-def masked() -> Any:
-    return ids_masked(dense(), dense(), dense())
-
-
-def masked_with_losses() -> Any:
-    return ids_masked(dense(), MaskedLoss(loss="mean"), dense())
-
-
 def dense_four(**options: Any) -> Any:
     return chain(dense(), dense(), dense(), dense(), **options)
-
-
-def mean_by_weight() -> Any:
-    return keras.losses.MeanSquaredError("mean_with_sample_weight")
-
-
-def ignoring() -> Any:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 
 
 class Correlation(keras.losses.Loss):
@@ -82,26 +58,36 @@ def contrastive(y: Any, outputs: Any) -> Any:
     return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(y)[0]), outputs @ tf.transpose(y))
 
 
+IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+BY_WEIGHT = keras.losses.MeanSquaredError("mean_with_sample_weight")
+STEPWISE = np.ones([7, 4, 4], "f")
+
+
+def of_steps() -> Any:
+    return dense_four(shape=(None, 4))
+
+
+def masked() -> Any:
+    return ids_masked(dense(), dense(), dense())
+
+
 CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     "mse": (dense_four, x, x, "mse", {}),
     "labels": (dense_four, x, labels, keras.losses.SparseCategoricalCrossentropy(from_logits=True), {}),
-    "mean by weight": (dense_four, x, x, mean_by_weight(), {}),
+    "mean by weight": (dense_four, x, x, BY_WEIGHT, {}),
     "targets of one axis": (lambda: chain(dense(), dense(), dense(), dense(1)), x, x[:, 0], "mse", {}),
     "nest": (dense_four, x, {"a": x, "b": x}, Weighted(), {}),
-    "steps": (lambda: dense_four(shape=(None, 4)), steps, steps, "mse", {}),
-    "steps, ignored labels": (
-        lambda: dense_four(shape=(None, 4)),
-        steps,
-        np.stack([labels, labels[::-1]], 1),
-        ignoring(),
-        {},
-    ),
-    "masks": (masked, ids, np.ones([7, 4, 4], "f"), "mse", {}),
-    "masks, sum": (masked, ids, np.ones([7, 4, 4], "f"), keras.losses.MeanSquaredError("sum"), {}),
-    "masks, losses": (masked_with_losses, ids, np.ones([7, 4, 4], "f"), "mse", {"added_losses": "mean"}),
+    "steps": (of_steps, steps, steps, "mse", {}),
+    "steps, ignored labels": (of_steps, steps, np.stack([labels, labels[::-1]], 1), IGNORING, {}),
+    "steps, mean by weight": (of_steps, steps, steps, BY_WEIGHT, {}),
+    "masks": (masked, ids, STEPWISE, "mse", {}),
+    "masks, mean by weight": (masked, ids, STEPWISE, BY_WEIGHT, {}),
+    "masks, sum": (masked, ids, STEPWISE, keras.losses.MeanSquaredError("sum"), {}),
+    "masks, losses": (
+        lambda: ids_masked(dense(), Scaled(loss="mean"), dense()), ids, STEPWISE, "mse", {"added_losses": "mean"}),
     "regularizers": (lambda: chain(*regularized().layers, dense()), x, x, "mse", {"added_losses": ACTIVITY}),
     "mixed precision": (mixed, x, x, "mse", {}),
-}
+}  # fmt: skip
 """A model, rows, targets, a loss, and options of the pipeline."""
 
 LOOKUPS = {"lookups": (lambda: chain(LooksUp(), dense(), dense(), dense()), x, x, "mse", {})}
@@ -114,6 +100,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_tape(function: Callable[[], Any], variables: Any) -> tuple[Any, Any]:
+    """The value of a function, and its gradients."""
+    with tf.GradientTape() as tape:
+        value = function()
+    return value, tape.gradient(value, [v.value if isinstance(v, keras.Variable) else v for v in variables])
+
+
 def piped(model: Any, name: str, devices: list[str], **options: Any) -> Any:
     setting = SETTINGS[name]
     if name == "replicas" and len(devices) < 4:
@@ -124,7 +117,9 @@ def piped(model: Any, name: str, devices: list[str], **options: Any) -> Any:
     return Pipeline(made, used, **setting | options), made
 
 
-LIKE_OTHERS = "targets of one axis", "steps", "masks", "mixed precision"
+LIKE_OTHERS = {
+    "targets of one axis", "steps", "steps, mean by weight", "masks", "masks, mean by weight", "mixed precision",
+}  # fmt: skip
 
 
 @pytest.mark.in_ci(8)
@@ -159,9 +154,8 @@ def test_the_loss_and_gradients_of_one_device(
     for count in (7, 1) if where == "tf.function" else (7, 2, 1):  # a `tf.function` is traced for each
         taken = tf.nest.map_structure(lambda leaf: leaf[-count:], data)
         value, gradients = step(*taken)
-        with tf.GradientTape() as tape:
-            wanted = pipe.loss(taken[1], model(taken[0], training=True), *taken[2:]) + sum(model.losses)
-        of_model = tape.gradient(wanted, [variable.value for variable in model.trainable_variables])
+        run = lambda: pipe.loss(taken[1], model(taken[0], training=True), *taken[2:]) + sum(model.losses)
+        wanted, of_model = of_tape(run, model.trainable_variables)
         assert_close(value, wanted)
         for got, each in zip(gradients, of_model, strict=True):
             atol = 1e-3 if case == "mixed precision" else 1e-5
@@ -193,7 +187,6 @@ def mapped_before(layer: Any) -> Any:
 
 FUNCTIONS = {
     "closure": lambda layer: lambda rows: layer(rows),
-    "method": lambda layer: layer.__call__,
     "recompute_grad": lambda layer: layer if layer.trainable else tf.recompute_grad(lambda rows: layer(rows)),
     "pipeline": piped_before,
 }
@@ -214,9 +207,8 @@ def test_layers_that_functions_call_are_those_of_stages(name: str, devices: list
         return made
 
     def on_one_device(rows: Any, targets: Any) -> Any:
-        with tf.GradientTape() as tape:
-            value = tf.reduce_mean((one(rows, training=True) - targets) ** 2) + sum(one.losses)
-        return value, tape.gradient(value, [variable.value for variable in one.trainable_variables])
+        run = lambda: tf.reduce_mean((one(rows, training=True) - targets) ** 2) + sum(one.losses)
+        return of_tape(run, one.trainable_variables)
 
     def trained(model: Any, step: Any, owner: Any) -> Any:
         optimizer = keras.optimizers.SGD(0.1)
@@ -237,10 +229,8 @@ def test_functions_that_use_variables_of_layers(devices: list[str]) -> None:
     layer.build([None, 4])
     calls = {"layer": lambda rows: layer(rows), "kernel": lambda rows: rows @ tf.transpose(layer.kernel)}
     pipe = Pipeline([calls["layer"], calls["kernel"]], devices, 2, loss="mse")
-    value, gradients = pipe.value_and_gradients(x, x)
-    with tf.GradientTape() as tape:
-        wanted = tf.reduce_mean((calls["kernel"](layer(x)) - x) ** 2) + sum(layer.losses)
-    assert_close((value, gradients), (wanted, tape.gradient(wanted, [v.value for v in layer.trainable_variables])))
+    run = lambda: tf.reduce_mean((calls["kernel"](layer(x)) - x) ** 2) + sum(layer.losses)
+    assert_close(pipe.value_and_gradients(x, x), of_tape(run, layer.trainable_variables))
     alone = Pipeline([calls["kernel"]], devices, 2, loss="mse")
     assert_close(alone.value_and_gradients(x, x)[0], tf.reduce_mean((calls["kernel"](x) - x) ** 2) + sum(layer.losses))
 
@@ -374,19 +364,20 @@ def test_fit_and_evaluate_with_a_loss_of_all_outputs(devices: list[str]) -> None
     """Keras would compute a loss for each output in `evaluate`."""
     given = keras.Input([4])
     hidden = dense()(given)
-    model = keras.Model(given, [dense()(hidden), dense(2)(hidden)])
+    model = keras.Model(given, [dense(name="a")(hidden), dense(2, name="b")(hidden)])
     fitted = Pipeline(split(model, 2, "bytes", devices), devices, 3).as_model()
     first, second = model(x)
-    fitted.compile(
-        keras.optimizers.SGD(0.0), lambda y, outputs: of_rows(y[0], outputs[0]) + 3 * of_rows(y[1], outputs[1]), 0.5
-    )
+    loss = lambda y, outputs: of_rows(y[0], outputs[0]) + 3 * of_rows(y[1], outputs[1])
+    fitted.compile(keras.optimizers.SGD(0.0), loss, 0.5, metrics=[["mae"], ["mse"]])
     wanted = 0.5 * tf.reduce_mean(of_rows(x, first) + 3 * of_rows(x[:, :2], second))
     targets = (x, x[:, :2])
-    assert_close(fitted.fit(x, targets, verbose=0).history["loss"], [wanted])
-    assert_close(fitted.evaluate(x, targets, verbose=0), wanted)
+    history = fitted.fit(x, targets, verbose=0).history
+    assert_close(history["loss"], [wanted])
+    assert {"a_mae", "b_mse"} <= history.keys()
+    assert_close(fitted.evaluate(x, targets, verbose=0)[0], wanted)
     whole, doubled = np.full(len(x), 2.0, "f"), {"verbose": 0, "batch_size": len(x)}
     assert_close(fitted.fit(x, targets, sample_weight=whole, **doubled).history["loss"], [2 * wanted])
-    assert_close(fitted.evaluate(x, targets, sample_weight=whole, **doubled), 2 * wanted)
+    assert_close(fitted.evaluate(x, targets, sample_weight=whole, **doubled)[0], 2 * wanted)
     with pytest.raises(tf.errors.InvalidArgumentError, match="differs between outputs"):
         fitted.fit(x, targets, sample_weight=(whole, weights), **doubled)
 
@@ -494,20 +485,15 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
     stages = [lambda rows, matrix=matrix: tf.tanh(rows @ matrix) for matrix in matrices[:2]]
     loss = lambda y, outputs: tf.reduce_mean((y @ matrices[2] - outputs) ** 2, 1)
     pipe = Pipeline(stages, devices, 3, loss=loss)
-    value, gradients = pipe.value_and_gradients(x, x[::-1])
-    with tf.GradientTape() as tape:
-        wanted = tf.reduce_mean(loss(x[::-1], stages[1](stages[0](x))))
-    of_all = tape.gradient(wanted, matrices)
-    assert_close(value, wanted)
+    run = lambda: tf.reduce_mean(loss(x[::-1], stages[1](stages[0](x))))
+    assert_close(pipe.value_and_gradients(x, x[::-1]), of_tape(run, matrices))
     assert [id(variable) for variable in pipe.trainable_variables] == [id(matrix) for matrix in matrices]
-    assert_close(gradients, of_all)
     layer = chain(layers.Dense(4), layers.Dense(4))
     of_layers = Pipeline([tf.identity, layer], devices, 3, loss=loss)
     _, gradients = of_layers.value_and_gradients(x, x[::-1])
-    with tf.GradientTape() as tape:
-        wanted = tf.reduce_mean(loss(x[::-1], layer(x)))
+    _, (wanted,) = of_tape(lambda: tf.reduce_mean(loss(x[::-1], layer(x))), matrices[2:])
     assert of_layers.trainable_variables[-1] is matrices[2]
-    assert_close(gradients[-1], tape.gradient(wanted, matrices[2]))
+    assert_close(gradients[-1], wanted)
     fitted = of_layers.as_model()
     fitted.compile("sgd")
     with pytest.raises(OptionError, match=r"a function, or the loss, uses a trainable tf\.Variable"):
@@ -554,16 +540,6 @@ def test_losses_of_one_row_or_one_microbatch(loss: Any, microbatches: int, devic
     assert_close(pipe.value_and_gradients(x, x[::-1] ** 2)[0], loss(x[::-1] ** 2, x**2))
 
 
-def test_metrics_have_the_names_of_outputs(devices: list[str]) -> None:
-    given = keras.Input([4])
-    model = keras.Model(given, [layers.Dense(4, name="a")(given), layers.Dense(4, name="b")(given)])
-    piped = Pipeline(split(model, 2, "bytes", devices), devices[:2]).as_model()
-    losses = lambda y, outputs: (y[0] - outputs[0]) ** 2 + (y[1] - outputs[1]) ** 2
-    for each, loss in ((model, "mse"), (piped, losses)):
-        each.compile("sgd", loss, metrics=[["mae"], ["mse"]], jit_compile=False)
-        assert {"a_mae", "b_mse"} <= each.fit(x, [x, x], verbose=0).history.keys()
-
-
 def test_a_loss_that_fails_names_the_cause() -> None:
     pipe = Pipeline([tf.sin, tf.nn.softmax], ["CPU:0", "CPU:1"], 2, loss="sparse_categorical_crossentropy")
     with pytest.raises(FunctionError, match=r"stage 1 of 2 with the loss on CPU:1 failed: .* label value of 99 "):
@@ -576,43 +552,33 @@ def test_a_loss_that_fails_names_the_cause() -> None:
     ("bad", "error"),
     [
         (lambda: Pipeline([tf.sin], loss="nothing"), OptionError),
-        (lambda: Pipeline([tf.sin], loss=3), OptionError),
         (lambda: Pipeline([tf.sin], loss="hinge"), OptionError),
-        (lambda: Pipeline([tf.sin], loss="dice"), OptionError),
         (lambda: Pipeline([tf.sin], loss=keras.losses.MeanSquaredError("none")), OptionError),
         (lambda: Pipeline([tf.sin], replicas=0), OptionError),
-        (lambda: Pipeline([tf.sin] * 3, ["CPU:0", "CPU:1"], replicas=1), OptionError),
         (lambda: Pipeline([tf.sin], ["CPU:0"], replicas=2), OptionError),
-        (lambda: Pipeline([tf.sin] * 3, ["CPU:0", "CPU:1"], schedule="interleaved"), OptionError),
         (lambda: Pipeline([tf.sin] * 4, ["CPU:0", "CPU:1"], 3, schedule="interleaved"), OptionError),
         (lambda: Pipeline([tf.sin], loss=None).value_and_gradients(x, x), OptionError),
-        (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x[:3]), DataError),
         (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, None), DataError),
-        (lambda: Pipeline([tf.sin], loss="mse").report(x, sample_weight=weights), DataError),
         (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_mean(y - z)).value_and_gradients(x, x), FunctionError),
-        (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x, np.ones([7, 1, 1])), FunctionError),
         (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(steps, steps, weights), FunctionError),
-        (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_sum(y, 0)).value_and_gradients(x, x), FunctionError),
         (lambda: Pipeline([tf.sin]).stream(x), DataError),
         (lambda: Pipeline([tf.sin])(tf.data.Dataset.from_tensors(x)), DataError),
         (lambda: Pipeline([tf.function(lambda rows: REGULARIZED(rows))], added_losses="sum")(x), FunctionError),
+        (lambda: Pipeline(split(chain(dense(), Scaled(loss="sum")), 2, "bytes"))(x), FunctionError),
         (lambda: Pipeline([mapped_before(REGULARIZED)], added_losses="sum")(x), FunctionError),
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
         (lambda: Pipeline([tf.sin], loss=contrastive).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([layers.Dropout(0.1)], loss=contrastive).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss=balanced).value_and_gradients(x, np.sign(x)), OptionError),
-        (lambda: Pipeline([tf.sin], loss=[None, None]), OptionError),
         (lambda: Pipeline([tf.sin], loss=["mse", keras.losses.Huber(reduction="sum")]), OptionError),
         (lambda: Pipeline([tf.sin], loss={"a": "mse"}).value_and_gradients(x, {"b": x}), FunctionError),
         (lambda: Pipeline([lambda z: (z, z)], loss=["mse"] * 2).value_and_gradients(x, x), FunctionError),
         (
-            lambda: Pipeline([lambda z: (z, z)], loss=[mean_by_weight()] * 2).value_and_gradients(x, (x, x), weights),
+            lambda: Pipeline([lambda z: (z, z)], loss=[BY_WEIGHT] * 2).value_and_gradients(x, (x, x), weights),
             FunctionError,
         ),
         (lambda: Pipeline([tf.sin], loss=["mse"] * 2).value_and_gradients(x, x), FunctionError),
-        (lambda: Pipeline([tf.sin], loss=["mse"]).value_and_gradients(x, x, {"a": weights}), FunctionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"] * 2, loss_weights=[1.0]), OptionError),
-        (lambda: Pipeline([tf.sin]).as_model().compile(loss={"a": "mse"}, loss_weights={"b": 1.0}), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss_weights=[1.0]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
     ],
@@ -620,17 +586,6 @@ def test_a_loss_that_fails_names_the_cause() -> None:
 def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
     with pytest.raises(error):
         bad()
-
-
-def test_a_loss_may_compare_rows_of_one_microbatch() -> None:
-    """The whole batch is one microbatch, because batch normalization needs it."""
-    norm = layers.BatchNormalization()
-    norm.build([None, 4])
-    with pytest.warns(RuntimeWarning, match="batch normalization"):
-        pipe = Pipeline([tf.identity, norm], ["CPU:1", "CPU:2"], 2, loss=contrastive)
-    value = pipe.value_and_gradients(x, x)[0]
-    wanted = tf.reduce_mean(contrastive(x, (x - x.mean(0)) / np.sqrt(x.var(0) + norm.epsilon)))
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
 
 
 def test_weights_of_losses_have_the_precision_of_the_loss() -> None:

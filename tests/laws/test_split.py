@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from devicemap import Pipeline, split
-from devicemap.errors import FunctionError, OptionError
+from devicemap.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")
 
@@ -43,6 +43,7 @@ class Scaled(layers.Layer):
         super().__init__(**options)
         self.scale, self.counts, self.seed, self.loss = scale, counts, seed, loss
         self.generator = None if seed is None else keras.random.SeedGenerator(seed)
+        self.supports_masking = True
 
     def build(self, shape: Any) -> None:
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
@@ -163,10 +164,15 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "loss, sum": (lambda: chain(dense(), Scaled(loss="sum"), dense()), x, {"added_losses": "sum"}),
     "seed": (lambda: chain(dense(), Scaled(seed=3), dense()), x, {"microbatches": 1}),
     "dropout": (lambda: chain(dense(), layers.Dropout(0.5), dense()), x, {"microbatches": 1}),
+    "augmentation": (
+        lambda: chain(layers.RandomFlip(), layers.Flatten(), dense(), shape=(2, 2, 1)),
+        x.reshape([7, 2, 2, 1]),
+        {"microbatches": 1},
+    ),
 }
 """Models, rows, and options of the pipeline. One microbatch draws the numbers of the whole batch."""
 
-NIGHTLY = "adapted", "dicts", "frozen", "loaded", "seed"
+NIGHTLY = "adapted", "augmentation", "dicts", "frozen", "loaded", "seed"
 """Each is split as another one is, such as "adapted" as "vocabulary". `test_models.py` splits random models, too."""
 
 
@@ -280,22 +286,9 @@ def test_copies_cast_inputs_as_their_layers_do(devices: list[str]) -> None:
     assert_close(Pipeline(split(model, 2, "bytes", devices), devices)(1e5 * x), model(1e5 * x))
 
 
-def test_losses_need_to_be_known_as_sums_or_means(devices: list[str]) -> None:
-    pipe = Pipeline(split(chain(dense(), Scaled(loss="sum")), 2, "bytes", devices), devices)
-    with pytest.raises(FunctionError, match="added_losses='sum' if such"):
-        pipe(x)
-
-
 def test_a_model_that_does_not_have_the_stages_is_warned_of(devices: list[str]) -> None:
-    class Model(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pipe, self.head = Pipeline(split(chain(dense(), dense()), 2, "bytes", devices), devices), dense()
-
-        def call(self, rows: Any) -> Any:
-            return self.head(self.pipe(rows))
-
-    piped = Model()
+    pipe = Pipeline(split(chain(dense(), dense()), 2, "bytes", devices), devices)
+    piped = chain(layers.Lambda(lambda rows: pipe(rows), (4,)), dense())
     piped.compile("sgd", "mse", jit_compile=False)
     with pytest.warns(RuntimeWarning, match=r"does not train its variables, such as .*attribute"):
         piped.fit(x, x, verbose=0)
