@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from trainings import WORDS, Case, Largest, X, Y, mlp, normalized, recurrent, sequential
+from steps import Descending
+from trainings import WORDS, Case, Largest, X, Y, mlp, normalized, recurrent, sequential, using
 
 TWELVE = {"batch_size": 12}
 """34 rows in batches of 12, 12 and 10: two replicas have equally many rows of each."""
@@ -38,8 +38,8 @@ class OnBatches(Program):
         }
 
 
-class Stepping(keras.Model):
-    """Has a `train_step` of its own, with a mean over the rows of the batch as its loss."""
+class Stepping(Descending):
+    """Has a step of its own, with a mean over the rows of the batch as its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,19 +52,8 @@ class Stepping(keras.Model):
     def call(self, x: Any) -> Any:
         return self.out(x)
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            outputs = self(x, training=True)
-            loss = tf.reduce_mean((outputs - y) ** 2) + self.added(outputs)
-        self.learn(tape.gradient(loss, self.trainable_variables))
-        return {"mean": loss}
-
-    def added(self, outputs: Any) -> Any:
-        return 0.0
-
-    def learn(self, gradients: Any) -> None:
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+    def cost(self, x: Any, y: Any) -> Any:
+        return tf.reduce_mean((self(x, training=True) - y) ** 2)
 
 
 class Accumulating(Stepping):
@@ -95,10 +84,11 @@ class Remembering(Stepping):
         super().build(shape)
         self.bank = self.add_weight(shape=(10, 2), initializer="zeros", trainable=False)
 
-    def added(self, outputs: Any) -> Any:
+    def cost(self, x: Any, y: Any) -> Any:
+        outputs = self(x, training=True)
         repelled = 0.1 * tf.reduce_mean(tf.matmul(outputs, self.bank.value, transpose_b=True))
         self.bank.assign(outputs[:10])
-        return repelled
+        return tf.reduce_mean((outputs - y) ** 2) + repelled
 
 
 def in_batch_negatives(_: Any, outputs: Any) -> Any:
@@ -119,22 +109,6 @@ def mean_of_words() -> keras.Model:
     return keras.Model(words, layers.Dense(2)(mean(layers.Embedding(9, 4)(words))))
 
 
-def embedding() -> keras.Model:
-    return sequential(layers.Embedding(9, 4), layers.Flatten(), inputs=WORDS)
-
-
-def sparse() -> keras.Model:
-    return keras.Sequential([keras.Input([6], sparse=True), layers.Dense(2)])
-
-
-def convolutional() -> keras.Model:
-    return sequential(layers.Reshape([3, 2, 1]), layers.Conv2D(2, 2), layers.Flatten())
-
-
-def stateful() -> keras.Model:
-    return keras.Sequential([keras.Input([6, 1], batch_size=12), layers.LSTM(3, stateful=True), layers.Dense(2)])
-
-
 def dataset(x: Any) -> dict[str, Any]:
     return {"x": tf.data.Dataset.from_tensor_slices((x, Y)).batch(12)}
 
@@ -143,40 +117,49 @@ def rows(count: int, batch_size: int = 12) -> dict[str, Any]:
     return {"x": X[:count], "y": Y[:count], "batch_size": batch_size}
 
 
-def sgd(**options: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"optimizer": keras.optimizers.SGD(0.1, **options)}
-
-
 PROGRAMS = {
     "jit_compile": Program(compile=lambda: {"jit_compile": True}),
-    "gradient_accumulation": Program(compile=sgd(gradient_accumulation_steps=2)),
+    "gradient_accumulation": Program(compile=using("SGD", 0.1, gradient_accumulation_steps=2)),
     "accumulating_step": Program(Accumulating),
-    "ema_overwrite": Program(compile=sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)),
+    "ema_overwrite": Program(compile=using("SGD", 0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)),
     "steps_per_execution": Program(compile=lambda: {"steps_per_execution": 3}),
     "strings": Program(lookup, data=dataset(NAMES)),
     "ragged": Program(mean_of_words, data=dataset(RAGGED)),
-    "sparse": Program(sparse, data=dataset(tf.sparse.from_dense(X * (X > 0)))),
+    "sparse": Program(
+        lambda: keras.Sequential([keras.Input([6], sparse=True), layers.Dense(2)]),
+        data=dataset(tf.sparse.from_dense(X * (X > 0))),
+    ),
     "odd_batches": Program(data=rows(34, 13)),
-    "replica_without_rows": Program(convolutional, data=rows(25)),
+    "replica_without_rows": Program(
+        lambda: sequential(layers.Reshape([3, 2, 1]), layers.Conv2D(2, 2), layers.Flatten()), data=rows(25)
+    ),
     "memory_bank": Program(Remembering),
     "last_row": Program(data=rows(25)),
     "last_row_normalized": Program(normalized, data=rows(25)),
     "batch_norm": Program(normalized),
     "synchronized_batch_norm": Program(lambda: normalized(synchronized=True), data=rows(27)),
-    "clipnorm": Program(compile=sgd(clipnorm=0.05)),
+    "clipnorm": Program(compile=using("SGD", 0.1, clipnorm=0.05)),
     "own_step": Program(Stepping),
     "in_batch_negatives": Program(compile=lambda: {"loss": in_batch_negatives}),
     "largest_output": Program(compile=lambda: {"metrics": [Largest()]}),
     "train_on_batch": OnBatches(),
     "masks": Program(recurrent, data={"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]} | TWELVE),
 }
-REFUSED = {"stateful_rnn": Program(stateful, data={"x": X[:24, :, None], "y": Y[:24]} | TWELVE, forward=False)}
+REFUSED = {
+    "stateful_rnn": Program(
+        lambda: keras.Sequential([keras.Input([6, 1], batch_size=12), layers.LSTM(3, stateful=True), layers.Dense(2)]),
+        data={"x": X[:24, :, None], "y": Y[:24]} | TWELVE,
+        forward=False,
+    )
+}
 FIXED = {
     "plain": Program(mlp, lambda: {"metrics": ["mae"]}),
     "loss_scaling": Program(
         compile=lambda: {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}
     ),
-    "embedding": Program(embedding, data={"x": WORDS, "y": Y} | TWELVE),
-    "nadam": Program(compile=lambda: {"optimizer": keras.optimizers.Nadam(0.01)}),
+    "embedding": Program(
+        lambda: sequential(layers.Embedding(9, 4), layers.Flatten(), inputs=WORDS), data={"x": WORDS, "y": Y} | TWELVE
+    ),
+    "nadam": Program(compile=using("Nadam", 0.01)),
     "spectral_norm": Program(lambda: sequential(layers.SpectralNormalization(layers.Dense(5)))),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from trainings import WORDS, AddsLosses, X, Y
+from trainings import ACTIVITY, WORDS, AddsLosses, Case, X, Y, using
 
 
 def dense(*sizes: int, inputs: int = 6, norm: bool = False) -> keras.Model:
@@ -23,6 +24,19 @@ def descend(model: Any, tape: Any, loss: Any, variables: Any = None, optimizer: 
     """Apply the gradients of a loss."""
     variables = model.trainable_variables if variables is None else variables
     (optimizer or model.optimizer).apply_gradients(zip(tape.gradient(loss, variables), variables))
+
+
+class Descending(keras.Model):
+    """A model whose step applies the gradients of its `cost`."""
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            cost = self.cost(*data)
+        self.learn(tape.gradient(cost, self.trainable_variables))
+        return {"cost": cost}
+
+    def learn(self, gradients: Any) -> None:
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
 
 
 class TwoPasses(keras.Model):
@@ -119,24 +133,20 @@ class Opposed(keras.Model):
         return {"generator_loss": wanted, "critic_loss": loss}
 
 
-class Smooth(keras.Model):
+class Smooth(Descending):
     """A net whose gradient is kept small. The second gradient goes through batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = dense(8, 2, norm=True)
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                outputs = self.net(x, training=True)
-                cubes = outputs**3
-            slopes = inner.gradient(cubes, x)
-            loss = tf.reduce_mean((outputs - y) ** 2) + 0.1 * tf.reduce_mean(slopes**2)
-        descend(self, tape, loss)
-        return {"cost": loss}
+    def cost(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            outputs = self.net(x, training=True)
+            cubes = outputs**3
+        slopes = inner.gradient(cubes, x)
+        return tf.reduce_mean((outputs - y) ** 2) + 0.1 * tf.reduce_mean(slopes**2)
 
 
 class Sampling(layers.Layer):
@@ -146,27 +156,18 @@ class Sampling(layers.Layer):
         return mean + ops.exp(0.5 * log_variance) * ops.stop_gradient(ops.sin(17 * mean))
 
 
-class Autoencoder(keras.Model):
+class Autoencoder(Descending):
     """A variational autoencoder, in layers that the step calls one by one (Kingma and Welling, 2013)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.sampling, self.decoder = dense(8, 4), Sampling(), dense(8, 6, inputs=2)
-        self.mean_loss = keras.metrics.Mean(name="loss")
 
-    def call(self, x: Any) -> Any:
-        mean, log_variance = ops.split(self.encoder(x), 2, 1)
-        return self.decoder(self.sampling(mean, log_variance)), mean, log_variance
-
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            mean, log_variance = tf.split(self.encoder(data[0]), 2, 1)
-            decoded = self.decoder(self.sampling(mean, log_variance))
-            divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), 1)
-            loss = tf.reduce_mean(tf.reduce_mean((decoded - data[0]) ** 2, 1) + 0.1 * divergence)
-        descend(self, tape, loss)
-        self.mean_loss.update_state(loss)
-        return {"loss": self.mean_loss.result()}
+    def cost(self, x: Any, *_: Any) -> Any:
+        mean, log_variance = tf.split(self.encoder(x), 2, 1)
+        decoded = self.decoder(self.sampling(mean, log_variance))
+        divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), 1)
+        return tf.reduce_mean(tf.reduce_mean((decoded - x) ** 2, 1) + 0.1 * divergence)
 
 
 class Distilled(keras.Model):
@@ -189,7 +190,7 @@ class Distilled(keras.Model):
         return of_both + tf.reduce_mean(self.judge(y_pred)) + tf.reduce_mean(self.student(self.points) ** 2)
 
 
-class Contrastive(keras.Model):
+class Contrastive(Descending):
     """SimCLR: two views of each row in one batch of twice as many rows, and a loss of all pairs (Chen et al., 2020)."""
 
     def __init__(self) -> None:
@@ -197,20 +198,17 @@ class Contrastive(keras.Model):
         self.encoder, self.head = dense(8, 5, norm=True), layers.Dense(4)
         self.steps = tf.Variable(0.0, trainable=False)
 
-    def train_step(self, data: Any) -> Any:
-        x = data[0]
-        with tf.GradientTape() as tape:
-            views = tf.concat([x + 0.1 * tf.sin(9 * x), x * (1 + 0.1 * tf.cos(7 * x))], 0)
-            projected = tf.math.l2_normalize(self.head(self.encoder(views, training=True)), 1)
-            scores = tf.matmul(projected, projected, transpose_b=True) - 9.0 * tf.eye(tf.shape(projected)[0])
-            others = tf.roll(tf.range(tf.shape(projected)[0]), tf.shape(x)[0], 0)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(others, 5.0 * scores))
-        descend(self, tape, loss)
+    def cost(self, x: Any, *_: Any) -> Any:
         self.steps.assign_add(1.0)
-        return {"cost": loss, "steps": tf.identity(self.steps)}
+        views = tf.concat([x + 0.1 * tf.sin(9 * x), x * (1 + 0.1 * tf.cos(7 * x))], 0)
+        projected = tf.math.l2_normalize(self.head(self.encoder(views, training=True)), 1)
+        scores = tf.matmul(projected, projected, transpose_b=True) - 9.0 * tf.eye(tf.shape(projected)[0])
+        others = tf.roll(tf.range(tf.shape(projected)[0]), tf.shape(x)[0], 0)
+        cost = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(others, 5.0 * scores))
+        return cost + self.steps
 
 
-class Decorated(keras.Model):
+class Decorated(Descending):
     """Layers with fewer rows than the batch, and without rows; the step is a `tf.function`, and layers are not built."""
 
     def __init__(self) -> None:
@@ -219,18 +217,15 @@ class Decorated(keras.Model):
         self.norm = layers.BatchNormalization(momentum=0.8, activity_regularizer="l2")
         self.out, self.scale = layers.Dense(2), Scaled()
 
-    @tf.function
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            known = x[: (tf.shape(x)[0] + 1) // 2]
-            hidden = self.norm(self.hidden(known), training=True)
-            loss = tf.reduce_mean((self.out(hidden) - y[: tf.shape(known)[0]]) ** 2) + tf.add_n(self.losses)
-            if tf.reduce_sum(x) > 0:  # by autograph
-                loss += self.scale(tf.reduce_mean(self.out(self.hidden(x[-1:]))))
-            loss = self.scale(x[:, 0], by=1 + loss)[0] * loss / x[0, 0]
-        descend(self, tape, loss)
-        return {"cost": loss}
+    train_step = tf.function(Descending.train_step)
+
+    def cost(self, x: Any, y: Any) -> Any:
+        known = x[: (tf.shape(x)[0] + 1) // 2]
+        hidden = self.norm(self.hidden(known), training=True)
+        loss = tf.reduce_mean((self.out(hidden) - y[: tf.shape(known)[0]]) ** 2) + tf.add_n(self.losses)
+        if tf.reduce_sum(x) > 0:  # by autograph
+            loss += self.scale(tf.reduce_mean(self.out(self.hidden(x[-1:]))))
+        return self.scale(x[:, 0], by=1 + loss)[0] * loss / x[0, 0]
 
 
 class Scaled(layers.Layer):
@@ -256,7 +251,7 @@ class Unmasked(layers.Layer):
         return self.norm(self.pooling(x))
 
 
-class Words(keras.Model):
+class Words(Descending):
     """Layers that hand on masks, with dynamic loss scaling."""
 
     def __init__(self) -> None:
@@ -268,13 +263,9 @@ class Words(keras.Model):
     def compile(self, optimizer: Any, **options: Any) -> None:
         super().compile(keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=2), **options)
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self.out(self.pool(self.embed(x), training=True)) - y) ** 2)
-            scaled = self.optimizer.scale_loss(loss)
-        descend(self, tape, scaled)
-        return {"cost": loss}
+    def cost(self, x: Any, y: Any) -> Any:
+        loss = tf.reduce_mean((self.out(self.pool(self.embed(x), training=True)) - y) ** 2)
+        return self.optimizer.scale_loss(loss)
 
 
 class Varied(layers.Layer):
@@ -368,7 +359,7 @@ class InTurn(keras.Model):
         return {"cost": losses[1], "missing": sum(float(20**i * count) for i, count in enumerate(missing))}
 
 
-class Sloping(keras.Model):
+class Sloping(Descending):
     """Trains one output by its slopes, and another by its values."""
 
     def __init__(self) -> None:
@@ -378,16 +369,11 @@ class Sloping(keras.Model):
     def call(self, x: Any) -> Any:
         return [head(x) for head in self.heads]
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                sloping, values = self(x)
-            slopes = inner.gradient(sloping, x)
-            loss = tf.reduce_mean((values - y) ** 2) + tf.reduce_mean(slopes**2)
-        descend(self, tape, loss)
-        return {"cost": loss}
+    def cost(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            sloping, values = self(x)
+        return tf.reduce_mean((values - y) ** 2) + tf.reduce_mean(inner.gradient(sloping, x) ** 2)
 
 
 class Centred(layers.Layer):
@@ -397,40 +383,105 @@ class Centred(layers.Layer):
         self.add_loss(0.1 * tf.reduce_mean(x**2))
 
 
-class Transitions(keras.Model):
+class Transitions(Descending):
     """Learns values of actions from batches of four tensors (Mnih et al., 2013)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.values, self.centred = dense(8, 3), Centred()
 
-    def train_step(self, data: Any) -> Any:
-        before, actions, rewards, after = data
+    def cost(self, before: Any, actions: Any, rewards: Any, after: Any) -> Any:
         wanted = rewards + 0.9 * tf.reduce_max(self.values(after), -1)
+        values = self.values(before)
+        self.centred(values)
+        loss = tf.reduce_mean((tf.gather(values, actions, batch_dims=1) - wanted) ** 2)
+        return loss + tf.add_n(self.centred.losses)
+
+
+class Untracked(keras.Model):
+    """Trains a variable that Keras does not track, which a layer uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.out = tf.Variable(tf.ones([6, 3])), layers.Dense(2)
+        self.product = layers.Lambda(lambda x: tf.tanh(x @ self.matrix))
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.product(x))
+
+    def train_step(self, data: Any) -> Any:
         with tf.GradientTape() as tape:
-            values = self.values(before)
-            self.centred(values)
-            loss = tf.reduce_mean((tf.gather(values, actions, batch_dims=1) - wanted) ** 2)
-            loss += tf.add_n(self.centred.losses)
-        descend(self, tape, loss)
-        return {"cost": loss}
+            cost = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+        self.matrix.assign_sub(0.1 * tape.gradient(cost, self.matrix))
+        return {"cost": cost}
+
+
+SHIFT = ContextVar("SHIFT", default=0.0)
+
+
+class Shifted(layers.Layer):
+    """Changes its input before `call`, adds a loss and noise, of which `draw` makes the numbers."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        return super().__call__(x + 1.0, **options)
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(tf.reduce_mean(x))
+        return x * self.scale + self.draw(tf.shape(x)) + SHIFT.get()
+
+
+class Twice(keras.Model):
+    """A step with several tapes, a layer that is called twice, and arguments of a call that is not mapped."""
+
+    def __init__(self, *inner: layers.Layer, draw: Any = tf.zeros) -> None:
+        super().__init__()
+        self.shifted, self.inner = Shifted(draw), keras.Sequential(inner or [layers.Identity()])
+
+    def call(self, x: Any, others: Any) -> Any:
+        return self.inner(self.shifted(2.0 * self.shifted(x))) + tf.reduce_sum(others)
+
+    def train_step(self, data: Any) -> Any:
+        token = SHIFT.set(2.0)
+        with tf.GradientTape() as one, tf.GradientTape() as other:
+            outputs = self(data[0], others=tf.ones([5, 2]))
+            loss = tf.reduce_mean(outputs) + tf.add_n(self.losses)
+        SHIFT.reset(token)
+        descend(self, one, loss)
+        distinct = tf.size(tf.unique(tf.reshape(outputs, [-1]))[0])
+        return {"cost": loss, "slope": other.gradient(loss, self.shifted.scale.value), "different": distinct}
 
 
 TRANSITIONS = tf.data.Dataset.from_tensor_slices((X, np.arange(len(X)) % 3, X[:, 0], X[::-1])).batch(11)
-NOISE = np.cos(13 * Y)
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "two forward passes": (TwoPasses, {"x": X, "y": Y}),
-    "adversarial": (Adversarial, {"x": X, "y": NOISE}),
-    "opposed": (Opposed, {"x": X, "y": NOISE}),
-    "smooth": (Smooth, {"x": X, "y": Y}),
-    "variational autoencoder": (Autoencoder, {"x": X, "y": Y}),
-    "distillation": (Distilled, {"x": X, "y": Y}),
-    "contrastive": (Contrastive, {"x": X, "y": Y}),
-    "decorated": (Decorated, {"x": X, "y": Y}),
-    "masks": (Words, {"x": WORDS, "y": Y}),
-    "inconstant": (Inconstant, {"x": X, "y": Y}),
-    "in turn": (InTurn, {"x": X, "y": Y}),
-    "sloping": (Sloping, {"x": X, "y": Y}),
-    "transitions": (Transitions, {"x": TRANSITIONS, "batch_size": None}),
+NOISE = {"x": X, "y": np.cos(13 * Y)}
+ADDED_MEANS = {"added_losses": "mean"}
+
+
+def case(model: Any, **options: Any) -> Case:
+    return Case(model, using("SGD", 0.05), **{"forward": False} | options)
+
+
+MODELS = {
+    "two forward passes": case(TwoPasses, forward=True),
+    "adversarial": case(Adversarial, data=NOISE),
+    "opposed": case(Opposed, data=NOISE, options=ADDED_MEANS),
+    "smooth": case(Smooth),
+    "variational autoencoder": case(Autoencoder),
+    "distillation": case(Distilled),
+    "contrastive": case(Contrastive),
+    "decorated": case(Decorated, options={"added_losses": ACTIVITY}),
+    "masks": case(Words, data={"x": WORDS, "y": Y}),
+    "inconstant": case(Inconstant, options=ADDED_MEANS),
+    "in turn": case(InTurn, options=ADDED_MEANS),
+    "sloping": case(Sloping),
+    "transitions": case(Transitions, data={"x": TRANSITIONS, "batch_size": None}, options=ADDED_MEANS),
+    "calls in a step": case(Twice, options=ADDED_MEANS),
+    "calls in a step, normalized": case(lambda: Twice(layers.BatchNormalization()), options=ADDED_MEANS),
+    "variables that are not Keras's own": case(Untracked),
 }
-"""By name: the class of a model, and what it is fitted to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ X = _random.normal(size=(34, 6)).astype("f")
 Y = np.stack([X[:, 0] * X[:, 1], np.sin(X).sum(1)], 1)
 LABELS = (X[:, 0] > 0.4).astype("i") + (X[:, 1] > 0)
 WORDS = _random.integers(1, 9, size=(34, 5)) * (np.arange(5) < _random.integers(1, 6, size=(34, 1)))
-IMAGES = _random.normal(size=(34, 4, 4, 2)).astype("f")
 WEIGHTS = _random.uniform(0, 2, size=34).astype("f")
 
 
@@ -33,10 +32,6 @@ def sequential(*hidden: Any, inputs: Any = X, outputs: int = 2) -> keras.Model:
 
 def mlp(**options: Any) -> keras.Model:
     return sequential(layers.Dense(8, "tanh", **options))
-
-
-def classifier() -> keras.Model:
-    return sequential(layers.Dense(8, "tanh"), outputs=3)
 
 
 def recurrent() -> keras.Model:
@@ -50,11 +45,6 @@ def recurrent() -> keras.Model:
 
 def normalized(*before: Any, axis: int = -1, **options: Any) -> keras.Model:
     return sequential(*before, layers.BatchNormalization(axis, momentum=0.8, **options), layers.Dense(4, "tanh"))
-
-
-def convolutional(**options: Any) -> keras.Model:
-    norms = [layers.BatchNormalization(axis, momentum=0.8, **options) for axis in (-1, 1)]
-    return sequential(layers.Conv2D(3, 2), norms[0], layers.ReLU(), norms[1], layers.Flatten(), inputs=IMAGES)
 
 
 def nested() -> keras.Model:
@@ -88,19 +78,18 @@ def in_each_step() -> keras.Model:
     return sequential(layers.Reshape([3, 2]), layers.TimeDistributed(inner), layers.Flatten())
 
 
-def several(of: type) -> keras.Model:
+def several() -> keras.Model:
     a, b = keras.Input([6], name="a"), keras.Input([2], name="b")
     joined = layers.Dense(5, "tanh")(layers.concatenate([a, b]))
     outputs = {"one": layers.Dense(2, name="one")(joined), "other": layers.Dense(1, name="other")(joined)}
-    return keras.Model({"a": a, "b": b}, outputs) if of is dict else keras.Model([a, b], list(outputs.values()))
+    return keras.Model({"a": a, "b": b}, outputs)
 
 
-@keras.saving.register_keras_serializable()
 class AddsLosses(layers.Layer):
     """The mean of squares over rows, or their sum; and one of a weight."""
 
-    def __init__(self, reduce: str = "mean", **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self, reduce: str = "mean"):
+        super().__init__()
         self.reduce = reduce
         self.scale = self.add_weight(name="scale", initializer="ones")
 
@@ -129,29 +118,44 @@ class LooksUp(layers.Layer):
         return x * tf.add_n([tf.reduce_sum(each, 1) * tf.ones_like(x) for each in found]) + distinct
 
 
-class Spectrum(layers.Layer):
-    """Returns complex numbers."""
+class Applies(layers.Layer):
+    """Applies a function of its input and a weight."""
 
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=[shape[-1], 8])
+    def __init__(self, function: Callable[[Any, Any], Any], shape: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.function, self.weight = function, self.add_weight(shape=shape, name="weight")
 
     def call(self, x: Any) -> Any:
-        parts = x @ self.kernel
-        return tf.complex(parts[:, :4], parts[:, 4:])
+        return self.function(x, self.weight)
 
 
-@keras.saving.register_keras_serializable()
+def spectrum(x: Any, kernel: Any) -> Any:
+    """Complex numbers."""
+    parts = x @ kernel
+    return tf.complex(parts[:, :4], parts[:, 4:])
+
+
+def decaying(x: Any, scale: Any) -> Any:
+    """Changes a weight that is trained."""
+    scale.assign(0.9 * scale)
+    return scale * x
+
+
+def by_function(x: Any, kernel: Any) -> Any:
+    return tf.function(lambda x: tf.tanh(x @ kernel))(x)
+
+
+def recomputed(x: Any, kernel: Any) -> Any:
+    return tf.recompute_grad(lambda x: tf.tanh(x @ kernel))(x)
+
+
 class Subclassed(keras.Model):
     """With branches in Python, a loss of its own, and one that it adds."""
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         self.hidden, self.out = layers.Dense(7), layers.Dense(2)
-        self.build([None, 6])
-
-    def build(self, shape: Any) -> None:
-        self.hidden.build(shape)
-        self.out.build([None, 7])
+        self(keras.Input([6]))  # builds its layers
 
     def call(self, x: Any, training: bool = False) -> Any:
         hidden = self.hidden(x)
@@ -161,12 +165,11 @@ class Subclassed(keras.Model):
         return tf.reduce_mean(tf.abs(y_pred - y) ** 3) + 0.1 * tf.math.reduce_std(y_pred)
 
 
-@keras.saving.register_keras_serializable()
 class Counted(layers.Layer):
     """Weighs what it adds as a loss by the steps so far, and its outputs by those and this one."""
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         self.steps = self.add_weight(name="steps", initializer="zeros", trainable=False)
 
     def call(self, x: Any, training: bool = False) -> Any:
@@ -197,15 +200,12 @@ def tied() -> keras.Model:
 class Relative(keras.Model):
     """With a loss that is relative to those of the steps so far, and this one."""
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self) -> None:
+        super().__init__()
         self.out = layers.Dense(2)
         self.usual = tf.Variable(1.0, trainable=False)
         self.note = tf.function(lambda loss: self.usual.assign(0.9 * self.usual + 0.1 * loss))
-        self.build([None, 6])
-
-    def build(self, shape: Any) -> None:
-        self.out.build(shape)
+        self(keras.Input([6]))  # builds its layer
 
     def call(self, x: Any) -> Any:
         return self.out(x)
@@ -214,6 +214,50 @@ class Relative(keras.Model):
         loss = tf.reduce_mean((y_pred - y) ** 2)
         self.note(tf.stop_gradient(loss))
         return loss / self.usual
+
+
+class InTraining(layers.Layer):
+    """Applies a function in training only, beside a layer that no call uses."""
+
+    def __init__(self, function: Callable[[Any], Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.function, self.unused = function, layers.Dense(3)
+
+    def build(self, shape: Any) -> None:
+        """Leave `unused` unbuilt."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.function(x) if training else x
+
+
+class Inheriting(keras.Model):
+    """A model whose layers get the training mode from the calls around them, or from the layer before."""
+
+    def __init__(self, first: Callable[[], layers.Layer]) -> None:
+        super().__init__()
+        self.first, self.frozen, self.out = first(), layers.Dense(6, "tanh"), layers.Dense(2)
+        self.doubled, self.last = (InTraining(lambda x: 2.0 * x, name=name) for name in ("doubled", "last"))
+        self(keras.Input([6]))  # builds its layers
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.last(self.frozen(self.doubled(self.first(x)), training=False)))
+
+
+class Scaled(layers.Layer):
+    """Uses a tensor that another layer assigns to it."""
+
+    def call(self, x: Any) -> Any:
+        return tf.tanh(x * self.scale)
+
+
+class Scaling(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.scaled = layers.Dense(6, kernel_initializer="ones"), Scaled(name="scaled")
+
+    def call(self, x: Any) -> Any:
+        self.scaled.scale = self.scores(x)
+        return self.scaled(x)
 
 
 class Largest(keras.metrics.Metric):
@@ -285,94 +329,57 @@ class Case:
         }
 
 
-def optimized(name: str, *args: Any, **options: Any) -> Case:
-    return Case(compile=lambda: {"optimizer": getattr(keras.optimizers, name)(*args, **options)}, forward=False)
+def using(name: str, *args: Any, **options: Any) -> Callable[[], dict[str, Any]]:
+    """Arguments of `compile` with an optimizer of this name."""
+    return lambda: {"optimizer": getattr(keras.optimizers, name)(*args, **options)}
 
 
 def scaled() -> dict[str, Any]:
     return {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9), dynamic_growth_steps=2)}
 
 
-def metrics_of_every_kind() -> dict[str, Any]:
-    auc, top, iou = (
-        keras.metrics.AUC(from_logits=True, name="auc"),
-        keras.metrics.TopKCategoricalAccuracy(2, name="top"),
-        keras.metrics.OneHotMeanIoU(3, name="iou"),
-    )
-    metrics = ["accuracy", "precision", auc, top, iou, Largest()]
-    return {
-        "loss": keras.losses.CategoricalCrossentropy(from_logits=True),
-        "metrics": metrics,
-        "weighted_metrics": ["mae"],
-    }
-
-
 OUTPUTS = {"one": Y, "other": Y[:, :1]}
-ONE_HOT = np.eye(3, dtype="f")[LABELS]
 WORDS_DATA = {"x": WORDS * (np.arange(34) < 33)[:, None], "y": Y[:, :1]}  # without any word in the last batch
 FEW_ROWS_DATA = {"x": np.where(np.arange(6), X, np.where(np.arange(34) % 11, -1, 1)[:, None]).astype("f"), "y": Y}
-IMAGES_DATA = {"x": IMAGES, "y": Y}
 CROSSENTROPY = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
 
 CASES = {
-    "momentum, clipnorm": optimized("SGD", 0.5, momentum=0.9, clipnorm=0.1),
-    "weight decay, clipvalue": optimized("AdamW", 0.01, weight_decay=0.1, clipvalue=0.02),
-    "moving average": optimized("Adam", 0.01, use_ema=True, ema_momentum=0.5),
+    "momentum, clipnorm": Case(compile=using("SGD", 0.5, momentum=0.9, clipnorm=0.1), forward=False),
+    "moving average": Case(compile=using("Adam", 0.01, use_ema=True, ema_momentum=0.5), forward=False),
     "scaled": Case(compile=scaled, forward=False),
-    "float16": Case(policy="mixed_float16", rtol=2e-2),
-    "bfloat16": Case(policy="mixed_bfloat16", rtol=1e-1),
-    "eager": Case(compile=lambda: {"run_eagerly": True}),
-    "compiled by XLA": Case(compile=lambda: {"jit_compile": True}),
-    "sums in float64": Case(
-        compile=lambda: {"loss": keras.losses.MeanSquaredError("sum"), "optimizer": keras.optimizers.SGD(0.005)},
-        policy="float64",
-    ),
     "class weights, accumulated": Case(
-        classifier,
+        lambda: sequential(layers.Dense(8, "tanh"), outputs=3),
         lambda: CROSSENTROPY | {"optimizer": keras.optimizers.SGD(0.5, gradient_accumulation_steps=3)},
         {"x": X, "y": LABELS, "class_weight": {0: 1, 1: 3, 2: 0.5}},
         forward=False,
     ),
-    "metrics": Case(classifier, metrics_of_every_kind, {"x": X, "y": ONE_HOT, "sample_weight": WEIGHTS}),
     "masks, gradients of slices": Case(
         recurrent,
         lambda: {"optimizer": keras.optimizers.Adam(0.01), "metrics": ["mae"]},
         {"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]},
     ),
-    "lookups": Case(lambda: sequential(LooksUp()), lambda: {"optimizer": keras.optimizers.Adagrad(0.1)}, forward=False),
-    "lookups, batch normalization": Case(
-        lambda: normalized(LooksUp()), lambda: {"optimizer": keras.optimizers.Adagrad(0.1)}, forward=False
-    ),
+    "lookups": Case(lambda: sequential(LooksUp()), using("Adagrad", 0.1), forward=False),
+    "lookups, batch normalization": Case(lambda: normalized(LooksUp()), using("Adagrad", 0.1), forward=False),
     "lookups, loop, clipnorm": Case(
         lambda: sequential(LooksUp(), layers.Reshape([3, 2]), layers.SimpleRNN(3)),
-        lambda: {"optimizer": keras.optimizers.SGD(0.1, clipnorm=0.05)},
+        using("SGD", 0.1, clipnorm=0.05),
         forward=False,
     ),
     "regularizers, global_clipnorm, sample weights, split": Case(
         lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2"),
-        lambda: {"optimizer": keras.optimizers.SGD(0.5, global_clipnorm=0.1)},
+        using("SGD", 0.5, global_clipnorm=0.1),
         {"x": X, "y": Y, "sample_weight": WEIGHTS, "validation_split": 0.2},
         options={"added_losses": ACTIVITY},
     ),
-    "added means": Case(lambda: sequential(AddsLosses("mean"), layers.Dense(4)), options={"added_losses": "mean"}),
     "added sums": Case(lambda: sequential(AddsLosses("sum"), layers.Dense(4)), options={"added_losses": "sum"}),
     "outputs in a dict": Case(
-        lambda: several(dict),
+        several,
         lambda: {
             "loss": {"one": "mse", "other": "mae"},
             "loss_weights": {"one": 1.0, "other": 0.3},
             "metrics": {"one": ["mae"]},
         },
         {"x": {"a": X, "b": Y}, "y": OUTPUTS},
-    ),
-    "outputs in a list, moving average written back": Case(
-        lambda: several(list),
-        lambda: {
-            "loss": ["mse", "mae"],
-            "metrics": [[], ["mae"]],
-            "optimizer": keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
-        },
-        {"x": [X, Y], "y": list(OUTPUTS.values())},
     ),
     "subclassed, validation, several steps per execution": Case(
         Subclassed,
@@ -384,18 +391,26 @@ CASES = {
         options={"added_losses": "mean"},
     ),
     "tied weights, moving average of weights": Case(tied),
+    "trained weights that a layer changes": Case(lambda: sequential(Applies(decaying), layers.Dense(4))),
+    "weights in a tf.function": Case(lambda: sequential(Applies(by_function, [6, 6]))),
+    "weights in recompute_grad": Case(lambda: sequential(Applies(recomputed, [6, 6]))),
+    "tensors assigned to a recomputed layer": Case(
+        lambda: sequential(Scaling()), forward=False, options={"recompute": ["scaled"]}
+    ),
+    "inherited training mode": Case(lambda: Inheriting(layers.Identity)),
+    "inherited training mode, normalized": Case(lambda: Inheriting(layers.BatchNormalization)),
+    "inherited training mode, recomputed": Case(
+        lambda: Inheriting(layers.LayerNormalization), options={"recompute": ["last"]}
+    ),
     "a loss that changes what it uses": Case(Relative),
-    "complex values": Case(lambda: sequential(Spectrum(), layers.Lambda(tf.abs)), forward=False),
-    "batch normalization": Case(normalized, lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3)}),
+    "complex values": Case(lambda: sequential(Applies(spectrum, [6, 8]), layers.Lambda(tf.abs)), forward=False),
+    "batch normalization": Case(normalized, using("Adam", 0.01, epsilon=1e-3)),
     "batch normalization, nested, adding losses": Case(nested, options={"added_losses": "mean"}),
-    "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
     "batch normalization, masked, of one channel": Case(lambda: masked_normalization(1), data=WORDS_DATA),
     "batch normalization of few rows": Case(lambda: sequential(Packed(), layers.Dense(4)), data=FEW_ROWS_DATA),
     "batch normalization in each step": Case(in_each_step),
-    "batch normalization, synchronized by Keras": Case(lambda: normalized(synchronized=True)),
     "zero weights": Case(data={"x": X, "y": Y, "sample_weight": WEIGHTS * (np.arange(34) % 11 > 5)}),
-    "batch normalization, frozen": Case(lambda: convolutional(trainable=False), data=IMAGES_DATA),
     "batch normalization, float16, several steps per execution": Case(
         normalized, lambda: {"steps_per_execution": 2}, policy="mixed_float16", rtol=2e-2
     ),
