@@ -588,6 +588,17 @@ def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
         bad()
 
 
+def test_a_loss_may_compare_rows_of_one_microbatch() -> None:
+    """The whole batch is one microbatch, because batch normalization needs it."""
+    norm = layers.BatchNormalization()
+    norm.build([None, 4])
+    with pytest.warns(RuntimeWarning, match="batch normalization"):
+        pipe = Pipeline([tf.identity, norm], ["CPU:1", "CPU:2"], 2, loss=contrastive)
+    value = pipe.value_and_gradients(x, x)[0]
+    wanted = tf.reduce_mean(contrastive(x, (x - x.mean(0)) / np.sqrt(x.var(0) + norm.epsilon)))
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+
+
 def test_weights_of_losses_have_the_precision_of_the_loss() -> None:
     layer = layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype="float64")
     layer.build([None, 1])
