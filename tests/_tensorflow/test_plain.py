@@ -71,7 +71,7 @@ def test_a_tensorflow_without_some_of_the_names(monkeypatch: pytest.MonkeyPatch,
     """Those of a module, or one of them."""
     for name, private in PRIVATE.items():
         if name == gone or name.startswith(f"{gone}."):
-            monkeypatch.setitem(vars(private), "is_there", False)
+            monkeypatch.setitem(vars(private), "is_available", False)
     _assert_answers(["CPU:1", "CPU:0"])
 
 

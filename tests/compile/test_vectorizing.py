@@ -258,7 +258,7 @@ def test_texts_of_rows_are_formatted_one_by_one() -> None:
 
 def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `tf.function` inside of `fn`, in a TensorFlow that does not show what such hold."""
-    monkeypatch.setattr(devicemap.compile.vectorize, "shows_functions", lambda graph: False)
+    monkeypatch.setattr(devicemap.compile.vectorize, "can_list_functions", lambda graph: False)
     mapper = devicemap.DeviceMap(lambda r: padded(r), devices=["CPU:1"])
     assert "lacks non-public names" in traced(mapper, VECTORS).reason
     np.testing.assert_array_equal(mapper(VECTORS)[:, 0], [3, 3, 3])

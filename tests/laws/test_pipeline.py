@@ -22,7 +22,7 @@ from benchmarks.schedules import duration_of
 from devicemap import Pipeline, parallelize, split
 from devicemap.errors import FunctionError, OptionError
 from devicemap.pipelines.schedule import schedule_of
-from devicemap.pipelines.split import cuts
+from devicemap.pipelines.split import balanced_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")
 
@@ -256,7 +256,7 @@ def test_the_best_cut_of_all(parts: int) -> None:
         return max(sum(values[a:b]) for a, b in itertools.pairwise(ends))
 
     best = min(largest([0, *way, 8]) for way in itertools.combinations(range(1, 8), parts - 1))
-    assert largest(cuts(values, parts)) == best
+    assert largest(balanced_bounds(values, parts)) == best
 
 
 def test_explain(devices: list[str]) -> None:

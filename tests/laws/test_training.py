@@ -144,6 +144,32 @@ def test_outputs_that_depend_on_other_rows_are_reported_once(
     assert [what for each in messages for what in (OTHER_ROWS, FIXED_SEED) if what in each] == reported
 
 
+RAGGED, SPARSE = tf.RaggedTensor.from_row_lengths(X[:, 0], [1, 2, 3, 4] * 3 + [4]), tf.sparse.from_dense(X * (X > 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "function", "reported"),
+    [
+        (RAGGED, lambda x: tf.reduce_mean(x.to_tensor(), 1, keepdims=True), True),
+        (RAGGED, lambda x: tf.reduce_mean(x, 1)[:, None], False),
+        (SPARSE, lambda x: tf.sparse.to_dense(x) / tf.cast(tf.size(x.values), tf.float32), True),
+        (SPARSE, tf.sparse.to_dense, False),
+    ],
+    ids=["padded mean", "mean", "number of values", "dense"],
+)
+def test_ragged_and_sparse_rows_are_compared_with_others(
+    rows: Any, function: Any, reported: bool, devices: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    class Model(keras.Model):
+        def call(self, x: Any) -> Any:
+            return function(x)
+
+    model = Model()
+    model.compile(jit_compile=False)
+    devicemap.parallelize(model, devices).predict_on_batch(rows)
+    assert [OTHER_ROWS in str(each.message) for each in recwarn] == [True] * reported
+
+
 @pytest.mark.parametrize("rows", [1, 6])
 def test_noise_of_a_program_with_a_seed_is_not_reported(rows: int, devices: list[str]) -> None:
     """Each op of a shard gets another seed, also if there are fewer shards than devices."""
@@ -386,6 +412,22 @@ def test_threads_that_use_a_layer_while_a_step_is_traced(use: str, devices: list
         traced.set()
         running[0].result()
     assert all("call" not in vars(layer) for layer in (model, other, shared))
+
+
+@pytest.mark.in_ci(1)
+def test_a_step_is_traced_once(devices: list[str]) -> None:
+    """Keras traces it twice, because its first trace creates the variables of the optimizer and of metrics."""
+    traced: list[Any] = []
+
+    class Optimizer(keras.optimizers.Adam):
+        def apply(self, *arguments: Any) -> None:
+            traced.append(arguments)
+            super().apply(*arguments)
+
+    model = keras.Sequential([keras.Input([6]), layers.Dense(2)])
+    model.compile(Optimizer(), "mse", metrics=["accuracy"], jit_compile=False)
+    devicemap.parallelize(model, devices).fit(X, Y, batch_size=11, epochs=2, verbose=0)
+    assert len(traced) == 1
 
 
 @pytest.mark.private("gradients that TensorFlow does not keep forever")
