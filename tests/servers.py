@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from typing import Any
 
 import processes
@@ -22,12 +19,6 @@ class Server:
         self._process.start()
         sender.close()
         self.address = f"127.0.0.1:{receiver.recv()}"
-
-    def pause(self, seconds: float) -> None:
-        """Stop the process for some time."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        time.sleep(seconds)
-        os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process by SIGKILL."""
