@@ -29,7 +29,6 @@ class IndexSource:
     next: int = 0
     taken: int = 0
     """The number of chunks."""
-    closed: bool = False
     specs = key = None
 
     def take(self, rows: int) -> Chunk | None:
@@ -46,4 +45,4 @@ class IndexSource:
         return None if self.rows is None or not self.known else self.rows - self.next
 
     def close(self) -> None:
-        self.closed = True
+        pass

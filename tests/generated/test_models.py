@@ -32,37 +32,33 @@ def _check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-def _trained(model: RandomModel, of: Any, changed: Any = None) -> dict[str, Any]:
-    found = model.fit(of)
-    slots = [variable.numpy() for variable in of.optimizer.variables]
-    return found | {"weights": (changed or of).get_weights(), "slots": slots}
+def _trained(model: RandomModel, of: Any) -> dict[str, Any]:
+    return model.fit(of) | {"weights": of.get_weights(), "slots": [slot.numpy() for slot in of.optimizer.variables]}
 
 
-def _train_on_devices(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+def _on_devices(model: RandomModel, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    return _trained(model, devicemap.parallelize(model.made(), DEVICES[:count], **options))
+
+
+def _as_pipeline(model: RandomModel, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    whole = model.made()
+    stages = devicemap.split(whole, count)
+    pipeline = devicemap.Pipeline(stages, DEVICES[: count * options.get("replicas", 1)], **options).as_model()
+    model.compile(pipeline)
+    found = model.fit(pipeline)
+    stages.copy_weights_to(whole)
+    return found | {"weights": whole.get_weights()}
+
+
+def _compare(train: Any, model: RandomModel, count: int, options: dict[str, Any]) -> None:
     wanted = _trained(model, model.made())
     try:
-        found = _trained(model, devicemap.parallelize(model.made(), DEVICES[:count], **options))
+        found = train(model, count, options)
     except (FunctionError, OptionError) as error:
         event(f"refused: {re.sub('[0-9]+', 'N', str(error))[:80]}")
         return
     event("trained")
-    _check(found, wanted)
-
-
-def _train_as_pipeline(model: RandomModel, count: int, options: dict[str, Any]) -> None:
-    whole, plain = model.made(), model.made()
-    try:
-        stages = devicemap.split(whole, count)
-        pipeline = devicemap.Pipeline(stages, DEVICES[: count * options.get("replicas", 1)], **options).as_model()
-        model.compile(pipeline)
-        found = model.fit(pipeline)
-    except (FunctionError, OptionError) as error:
-        event(f"refused: {re.sub('[0-9]+', 'N', str(error))[:80]}")
-        return
-    event("trained")
-    stages.copy_weights_to(whole)
-    wanted = model.fit(plain)
-    _check(found | {"weights": whole.get_weights()}, wanted | {"weights": plain.get_weights()})
+    _check(found, {name: wanted[name] for name in found})
 
 
 PIPELINES = st.fixed_dictionaries(
@@ -73,8 +69,8 @@ MODELS = {"model": models(), "count": st.integers(2, 3)}
 
 
 def test_on_several_devices() -> None:
-    MANY(given(**MODELS, options=st.sampled_from([{}, *HALVED]))(_train_on_devices))()
+    MANY(given(train=st.just(_on_devices), **MODELS, options=st.sampled_from([{}, *HALVED]))(_compare))()
 
 
 def test_as_pipelines() -> None:
-    MANY(given(**MODELS, options=PIPELINES)(_train_as_pipeline))()
+    MANY(given(train=st.just(_as_pipeline), **MODELS, options=PIPELINES)(_compare))()

@@ -1,46 +1,165 @@
-"""Maps, streams, writes, reductions and tasks in any order, with interruptions, damage and changes between them.
+"""Maps, writes and reductions in any order, with interruptions, damage and changes between them.
 
 Results equal those of NumPy. In a directory each row is computed once, or listed as failed, and no row is lost.
 """
 
 from __future__ import annotations
 
-import signal
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
-from itertools import islice
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import tensorflow as tf
-from directories import (
-    FAILS,
-    KINDS,
-    LOST,
-    SCALE,
-    Stored,
-    attempt,
-    mapper_of,
-    observer,
-    read_data,
-    simulator,
-    wanted,
-    write_and_die,
-)
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from stored import damage, ranges, untouched
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from stored import ComputedRows, damage, query, ranges, read_rows, rows_of, untouched
 
-import devicemap
+from devicemap import DeviceMap
+from devicemap.errors import JournalError
+from devicemap.events import ChunkFinished, Event, RowFailed
+
+KINDS: dict[str, dict[str, Any]] = {  # kinds of data, and options of their maps
+    "memory": {"batch_size": 2},
+    "memory, chunks of any size": {},
+    "samples": {"batch_size": 2},
+    "batches": {"batched": True},
+}
+SCALE = tf.Variable(1, dtype=tf.int64)
+"""The variable that the mapped function reads."""
+
+
+class Interrupt(Exception):
+    """Raised by the observer of a call."""
+
+
+class Observer:
+    """Records which rows a call computes, failed ones included, and may end it after some chunks or failed rows."""
+
+    def start(self, events: int | None = None) -> None:
+        """Forget the rows of the last call. The next one ends after so many events."""
+        self.computed = ComputedRows()
+        self._events_left = events
+
+    def __call__(self, event: Event) -> None:
+        self.computed.observe(event)
+        if isinstance(event, ChunkFinished | RowFailed) and self._events_left is not None:
+            self._events_left -= 1
+            if self._events_left < 0:
+                raise Interrupt
+
+
+observer = Observer()
+
+
+@cache
+def _mapper(kind: str, devices: tuple[str, ...], skip: bool) -> DeviceMap:
+    """A map of integers, which fails on negative ones."""
+
+    def fn(rows: Any) -> Any:
+        if kind == "batches":  # an op that one device runs at a time
+            rows = tf.ensure_shape(tf.numpy_function(lambda rows: rows, [rows], tf.int64), rows.shape)
+        with tf.control_dependencies([tf.debugging.assert_non_negative(rows)]):
+            return 2 * rows * SCALE + 1
+
+    on_error: Any = "skip" if skip else "raise"
+    return DeviceMap(fn, devices=devices, on_error=on_error, progress=observer, **KINDS[kind])
+
+
+def _wanted(values: Sequence[int]) -> list[int]:
+    """What the map makes of the rows that do not fail."""
+    return [2 * value * int(SCALE) + 1 for value in values if value >= 0]
+
+
+def _read(values: Sequence[int], kind: str, fails_at: int | None = None) -> Any:
+    """An array, or a dataset that may end with an error at a row."""
+    values = np.array(values, np.int64)
+    if kind.startswith("memory"):
+        return values
+
+    def rows() -> Iterator[int]:
+        for row, value in enumerate(values):
+            if row == fails_at:
+                raise OSError("the data")
+            yield value
+
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64))
+    return dataset.batch(3) if kind == "batches" else dataset
+
+
+def _attempt(call: Callable[[], Any], interrupt: Any, refused: bool, fails: bool) -> Any:
+    """The result of a call, or `None` if it raised the error that is expected, or perhaps one of an interruption."""
+    observer.start(interrupt[1] if interrupt and interrupt[0] == "observer" else None)
+    expected: tuple[type[Exception], ...] = (JournalError,) * refused + (tf.errors.InvalidArgumentError,) * fails
+    allowed = (*expected, Interrupt, tf.errors.OpError) if interrupt else expected[:1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # all rows failed, or some failed in earlier runs
+        try:
+            result = call()
+        except allowed:
+            return None
+    assert interrupt or not expected
+    return result
+
+
+class Stored:
+    """The rows that a directory holds."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.right = set[int]()
+        self.failed = set[int]()
+        self.scale: int | None = None
+        """The value of the variable when the first row was stored."""
+
+    def read(self, values: Sequence[int]) -> None:
+        """Read the directory again, and compare each row with NumPy. No row may be lost. Partial sums cannot be read."""
+        if not self.path.exists() or not query(self.path, "SELECT * FROM sqlite_master"):
+            return
+        failed = {row for (row,) in query(self.path, "SELECT start FROM chunks WHERE error IS NOT NULL")}
+        right = rows_of(self.path) - failed
+        if self.scale is None and right | failed:
+            self.scale = int(SCALE)
+        if self.path.name == "written":
+            found = read_rows(self.path)
+            assert {row for row, result in found.items() if isinstance(result, str)} == failed
+            right = found.keys() - failed
+            assert all(found[row] == 2 * values[row] * self.scale + 1 for row in right)
+        assert self.right <= right
+        assert self.failed <= right | failed
+        assert all(values[row] < 0 for row in failed - self.failed)
+        self.right, self.failed = right, failed
+
+    def pick(self, number: int) -> int | None:
+        """One of the rows with a right result after the first row, if there is one."""
+        rows = sorted(self.right - {0})
+        return rows[number % len(rows)] if rows else None
+
+    def compute(
+        self, call: Callable[[Path], Any], values: Sequence[int], skip: bool, keeps_failed: bool, interrupt: Any
+    ) -> Any:
+        """Call a function of a directory, and compare the rows that it computes with those that are missing."""
+        kept = self.failed if keeps_failed else set()
+        todo = [row for row in range(len(values)) if row not in self.right | kept]
+        changed = any(values[row] >= 0 for row in kept) or self.scale not in (None, int(SCALE))
+        fails = not skip and any(values[row] < 0 for row in todo)
+        result = _attempt(lambda: call(self.path), interrupt, changed, fails)
+        self.read(values)
+        assert {*observer.computed} <= self.right | self.failed
+        if result is not None:
+            assert sorted(observer.computed) == todo
+            assert self.right | self.failed == {*range(len(values))}
+        return result
+
 
 DEVICES = st.sampled_from([("CPU:1",), ("CPU:2", "CPU:0", "CPU:1")])
-INTERRUPTS = st.tuples(st.sampled_from(["observer", "data"]), st.integers(0, 4))
+INTERRUPTS = st.none() | st.tuples(st.sampled_from(["observer", "data"]), st.integers(0, 4))
 
 
 class Directories(RuleBasedStateMachine):
@@ -48,21 +167,18 @@ class Directories(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from([*KINDS]), fails=st.lists(st.booleans(), min_size=3, max_size=9))
     def begin(self, kind: str, fails: list[bool]) -> None:
-        self.kind, self.mapper, self.values = kind, partial(mapper_of, kind), list[int]()
+        self.kind, self.values = kind, list[int]()
         self.add_rows(fails)
         self.folder = tempfile.TemporaryDirectory()
         self.written, self.reduced = (Stored(Path(self.folder.name, name)) for name in ("written", "reduced"))
         SCALE.assign(1)
-        self.lost = set[str]()
-        simulator().reset()
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
             self.folder.cleanup()
-            simulator().reset()
 
     def data(self, interrupt: Any = None) -> Any:
-        return read_data(self.values, self.kind, interrupt[1] if interrupt and interrupt[0] == "data" else None)
+        return _read(self.values, self.kind, interrupt[1] if interrupt and interrupt[0] == "data" else None)
 
     @rule(fails=st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=4))
     def add_rows(self, fails: list[bool]) -> None:
@@ -74,80 +190,34 @@ class Directories(RuleBasedStateMachine):
         row = data.draw(st.integers(0, len(self.values) - 1))
         self.values[row] = abs(self.values[row])
 
-    @rule(device=st.sampled_from(["CPU:0", "CPU:2"]))
-    def lose_a_device(self, device: str) -> None:
-        self.lost.add(device)
-        simulator().configure(device, fails_from_call=0, error_code=LOST(None, None, "").error_code)
-
-    @rule()
-    def repair_devices(self) -> None:
-        self.lost.clear()
-        simulator().reset()
-
-    def lost_of(self, devices: tuple[str, ...]) -> bool:
-        """Return whether one of these devices is lost. CPU:1 never is."""
-        return bool({*devices} & self.lost)
-
     @rule()
     def change_the_variable(self) -> None:
         SCALE.assign(3 - SCALE)
 
-    @rule(devices=DEVICES, skip=st.booleans(), interrupt=st.none() | INTERRUPTS)
+    @rule(devices=DEVICES, skip=st.booleans(), interrupt=INTERRUPTS)
     def map_rows(self, devices: tuple[str, ...], skip: bool, interrupt: Any) -> None:
-        mapper, fails = self.mapper(devices, skip), not skip and min(self.values) < 0
-        result = attempt(lambda: mapper(self.data(interrupt)), interrupt, False, fails, self.lost_of(devices))
+        mapper, fails = _mapper(self.kind, devices, skip), not skip and min(self.values) < 0
+        result = _attempt(lambda: mapper(self.data(interrupt)), interrupt, False, fails)
         if result is not None:
-            assert result.numpy().tolist() == wanted(self.values)
+            assert result.numpy().tolist() == _wanted(self.values)
             assert sorted(observer.computed) == [*range(len(self.values))]
             assert [failed.row for failed in mapper.report.failed_rows] == [-1 - v for v in self.values if v < 0]
 
-    @rule(devices=DEVICES, skip=st.booleans(), chunks=st.integers(0, 4))
-    def stream_some_chunks(self, devices: tuple[str, ...], skip: bool, chunks: int) -> None:
-        found: list[int] = []
-
-        def stream() -> list[int]:
-            for chunk in islice(self.mapper(devices, skip).stream(self.data()), chunks):
-                found.extend(chunk.numpy().tolist())
-
-        attempt(stream, "stops", False, not skip and min(self.values) < 0)
-        assert found == wanted(self.values)[: len(found)]
-
-    def write_rows(self, devices: tuple[str, ...], skip: bool, interrupt: Any = None, retry: bool = False) -> None:
-        call = partial(self.mapper(devices, skip).write, retry_failed=retry)
-        results = self.written.compute(
-            call, self.values, self.data(interrupt), skip, skip and not retry, interrupt, self.lost_of(devices)
-        )
+    @rule(devices=DEVICES, skip=st.booleans(), interrupt=INTERRUPTS, retry=st.booleans())
+    def write(self, devices: tuple[str, ...], skip: bool, interrupt: Any, retry: bool) -> None:
+        data, mapper = self.data(interrupt), _mapper(self.kind, devices, skip)
+        call = lambda path: mapper.write(data, path, retry_failed=retry)
+        results = self.written.compute(call, self.values, skip, skip and not retry, interrupt)
         if results is not None:
             assert results.complete
-            assert results.load().tolist() == wanted(self.values)
-
-    @rule(devices=DEVICES, skip=st.booleans())
-    def write(self, devices: tuple[str, ...], skip: bool) -> None:
-        self.write_rows(devices, skip)
+            assert results.load().tolist() == _wanted(self.values)
 
     @rule(devices=DEVICES, skip=st.booleans(), interrupt=INTERRUPTS)
-    def interrupt_a_write(self, devices: tuple[str, ...], skip: bool, interrupt: Any) -> None:
-        self.write_rows(devices, skip, interrupt)
-
-    @rule(devices=DEVICES)
-    def retry_failed_rows(self, devices: tuple[str, ...]) -> None:
-        self.write_rows(devices, skip=True, retry=True)
-
-    @precondition(lambda self: max(self.values) >= 0 and not self.lost)  # otherwise there are warnings
-    @rule(devices=DEVICES, skip=st.booleans())
-    def write_while_another_thread_maps(self, devices: tuple[str, ...], skip: bool) -> None:
-        with ThreadPoolExecutor() as threads:
-            mapped = threads.submit(self.mapper(devices, True, observed=False), self.data())
-            self.write_rows(devices, skip)
-        assert mapped.result().numpy().tolist() == wanted(self.values)
-
-    @rule(devices=DEVICES, skip=st.booleans(), interrupt=st.none() | INTERRUPTS)
     def reduce(self, devices: tuple[str, ...], skip: bool, interrupt: Any) -> None:
-        call = lambda data, path: self.mapper(devices, skip).reduce(data, "sum", path)
-        total = self.reduced.compute(
-            call, self.values, self.data(interrupt), skip, skip, interrupt, self.lost_of(devices)
-        )
-        assert total is None or int(total) == sum(wanted(self.values))
+        data, mapper = self.data(interrupt), _mapper(self.kind, devices, skip)
+        call = lambda path: mapper.reduce(data, "sum", path)
+        total = self.reduced.compute(call, self.values, skip, skip, interrupt)
+        assert total is None or int(total) == sum(_wanted(self.values))
 
     @rule(number=st.integers(0, 9))
     def damage_a_chunk(self, number: int) -> None:
@@ -159,41 +229,10 @@ class Directories(RuleBasedStateMachine):
     def write_other_data(self, devices: tuple[str, ...], number: int, shorter: bool) -> None:
         if row := self.written.pick(number):
             others = self.values[:row] if shorter else [*self.values[:row], -1000, *self.values[row + 1 :]]
+            write = lambda: _mapper(self.kind, devices, True).write(_read(others, self.kind), self.written.path)
             with untouched(self.written.path) if self.kind.startswith("memory") else nullcontext():
-                write = lambda: self.mapper(devices, True).write(read_data(others, self.kind), self.written.path)
-                attempt(write, None, True, False)
+                _attempt(write, None, True, False)
             self.written.read(self.values)
-
-    @precondition(lambda self: not self.lost)
-    @rule(devices=DEVICES, skip=st.booleans())
-    def run_tasks(self, devices: tuple[str, ...], skip: bool) -> None:
-        """Each task maps the rows before its own, and fails as its row does."""
-        data, mapper = np.array(self.values), self.mapper(devices, True, observed=False)
-
-        def task(row: int) -> list[int]:
-            tf.debugging.assert_non_negative(data[row])
-            return mapper(np.abs(data[:row])).numpy().tolist()
-
-        options: dict[str, Any] = {"devices": devices, "on_error": "skip" if skip else "raise"}
-        call = lambda: devicemap.parallel_tasks(task, range(len(data)), **options)
-        results = attempt(call, None, False, not skip and min(self.values) < 0)
-        for row, result in enumerate(results or ()):
-            assert isinstance(result, FAILS) if data[row] < 0 else result == wanted([*map(abs, self.values[:row])])
-
-
-class KilledDirectories(Directories):
-    """Processes that write are killed, too."""
-
-    @precondition(lambda self: self.written.scale in (None, int(SCALE)))
-    @rule(events=st.integers(0, 4))
-    def kill_a_write(self, events: int) -> None:
-        arguments = self.kind, self.values, int(SCALE), str(self.written.path), events
-        process = processes.forks.Process(target=write_and_die, args=arguments)
-        process.start()
-        process.join()
-        repaired = any(self.values[row] >= 0 for row in self.written.failed)  # such a write is refused
-        assert process.exitcode in (int(repaired), -signal.SIGKILL)
-        self.written.read(self.values)
 
 
 # No shrinking, which would take longer than the timeout of a test.
@@ -208,4 +247,4 @@ def test_states() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_many_states() -> None:
-    run_state_machine_as_test(KilledDirectories, settings=AT_RANDOM)
+    run_state_machine_as_test(Directories, settings=AT_RANDOM)

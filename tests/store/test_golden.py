@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from leaves import NEST, ROWS, nest_of
-from stored import ComputedRows, query
+from stored import NEST, ROWS, ComputedRows, nest_of, query
 
 import devicemap
 from devicemap.errors import JournalError
