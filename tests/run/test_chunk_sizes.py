@@ -192,18 +192,3 @@ def test_auto_grows_while_it_pays() -> None:
 @pytest.mark.parametrize(("memory_rows", "size"), [(64, 64), (65, 64), (127, 64), (128, 128)])
 def test_auto_stops_before_the_memory_is_full(memory_rows: int, size: int) -> None:
     assert _grow(per_row=1e-6, memory_rows=memory_rows) == size
-
-
-def test_limits_and_what_the_next_call_knows() -> None:
-    state = Throughput(size=64).taking(64).giving_up(64).limited(32)
-    assert (state.limit, state.size, state.rows_in_flight) == (32, 32, 0)
-    assert [state.limited(rows).limit for rows in (16, 64)] == [16, 32]
-    for _ in range(20):
-        state = state.taking(32).finishing(32, 0.001, 0.001)
-    assert next_chunk_size(state, [], None) == 32
-    state = Throughput(5.0, 3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100)
-    assert state.taking(3).between_calls() == Throughput(5.0, size=64, best_rows_per_second=4.0, limit=100)
-    # The next call starts at the same size, and its peak is the earlier one, which shows nothing.
-    state = Throughput(size=64).finishing(64, 0.001, 0.001, peak_share=0.6).between_calls()
-    assert (state.size, state.full) == (64, True)
-    assert state.finishing(64, 0.001, 0.001, peak_share=None).size == 64

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import threading
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +18,7 @@ import devicemap
 from benchmarks.simulator import Simulator
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import FunctionError
-from devicemap.events import CallFinished, ChunkFailed, ChunkRetried, DeviceLost, Event, short_name
+from devicemap.events import ChunkFailed, ChunkRetried, DeviceLost, Event, short_name
 
 THREE = ["CPU:1", "CPU:2", "CPU:3"]
 
@@ -70,10 +66,8 @@ def test_out_of_memory_is_known_by_its_class(error: BaseException, expected: boo
 BROKEN: dict[str, Any] = {"fails_from_call": 0, "error_code": tf.errors.INTERNAL}
 FAULTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any], list[int], list[str]]] = {
     # faulty devices, options, how many calls CPU:1 to CPU:3 refuse if that is certain, which devices are lost
-    "memory": ({"CPU:1": {"memory_rows": 10}}, {"devices": "CPU:1", "batch_size": 64}, [3, 0, 0], []),
     "memory of one": ({"CPU:2": {"memory_rows": 10}}, {"batch_size": 64}, [0, 3, 0], []),
     "at once": ({"CPU:2": BROKEN}, {}, [0, 3, 0], ["CPU:2"]),
-    "after five calls": ({"CPU:2": {**BROKEN, "fails_from_call": 5}}, {}, [0, 3, 0], ["CPU:2"]),
     "for two calls": ({"CPU:2": {"fails_from_call": 4, "fails_for_calls": 2}}, {}, [0, 2, 0], []),
     "a chunk is cut for the device that takes it": (
         {"CPU:1": {"fails_from_call": 9}, "CPU:2": {"memory_rows": 2}},
@@ -81,7 +75,6 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any], list[int], li
         [3, 2, 0],
         ["CPU:1"],
     ),
-    "unavailable, with on_error": ({"CPU:2": {"fails_from_call": 0}}, {"on_error": "skip"}, [], ["CPU:2"]),
     "broken, with on_error": ({"CPU:2": BROKEN}, {"on_error": "skip"}, [], ["CPU:2"]),
 }
 
@@ -120,14 +113,6 @@ def test_faulty_devices(sim: Simulator, name: str) -> None:
         assert largest == {device: 8 if device in faults else 64 for device in largest}
 
 
-def test_batches_of_a_dataset_keep_their_size_for_the_user(sim: Simulator) -> None:
-    sim.configure("CPU:1", memory_rows=10)
-    mapper, data, expected = _work(sim, 640, devices=["CPU:1", "CPU:2"])
-    chunks = list(mapper.stream(tf.data.Dataset.from_tensor_slices(data).batch(32)))
-    assert [len(chunk) for chunk in chunks] == [32] * 20
-    np.testing.assert_array_equal(tf.concat(chunks, 0), expected)
-
-
 @pytest.mark.parametrize("batch_size", [8, "auto"])
 def test_a_row_that_does_not_fit_is_named(sim: Simulator, batch_size: int | str) -> None:
     sim.configure("CPU:3", memory_rows=0)
@@ -149,18 +134,6 @@ def test_when_no_device_is_left_the_original_error_comes_at_once(sim: Simulator,
         mapper(data)
     assert len(warned) == count
     assert 3 * count <= len(sim.calls()) <= 4 * count  # and what was in flight besides
-
-
-def test_a_warning_reaches_the_thread_that_consumes(sim: Simulator) -> None:
-    sim.configure("CPU:2", fails_from_call=0)
-    mapper, data, expected = _work(sim, 4000, devices=["CPU:1", "CPU:2"], batch_size=2, prefetch=1)
-    stream = mapper.stream(data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chunks = [next(stream)]
-        with pytest.raises(RuntimeWarning, match="CPU:2 kept failing"):
-            chunks.extend(stream)
-    np.testing.assert_array_equal(tf.concat(chunks, 0), expected)
 
 
 # Rows that fail
@@ -210,25 +183,3 @@ def test_a_row_that_fails_everywhere(kind: type[Exception], again: bool, max_ret
     assert str(caught.value).startswith(f"mine failed on rows 36 to 39 on {', then '.join(tried)}: UnknownError: ")
     assert delivered == list(range(len(delivered)))
     assert len(delivered) <= 36  # what was finished before the error
-
-
-def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
-    """The second one arrives while the call waits for its workers."""
-    events: list[Event] = []
-
-    def interrupt_twice(row: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        main = threading.main_thread().ident or 0
-        while "join_threads" not in [
-            frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])
-        ]:
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
-        return row
-
-    mapper = devicemap.DeviceMap(_python(interrupt_twice), devices=["CPU:1"], batch_size=1, progress=events.append)
-    with pytest.raises(KeyboardInterrupt):
-        mapper(tf.zeros([1]))
-    assert isinstance(events[-1], CallFinished)
-    assert mapper.report.error.startswith("KeyboardInterrupt")
-    threads.wait_until_ended()
