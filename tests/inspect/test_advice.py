@@ -38,7 +38,6 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({}, []),
     "asked for row by row": ({"vectorized": False, "reason": "vectorize=False"}, []),
     "order": (_captured("total", Handling.ORDERED), ["fn writes `total` in row order: use assign_add"]),
-    "order on one device": ({**_captured("total", Handling.ORDERED), "devices": _devices(8)}, []),
     "batch normalization": (_captured("norm/moving_mean", Handling.ORDERED), ["with training=False"]),
     "row by row": (
         {"vectorized": False, "reason": "Foo has no vectorised form", "remedy": "use another op there"},
@@ -51,19 +50,15 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"python_ops": ("PyFunc",), "devices": _devices(4, 4, 0)},
         ["for all devices (2 devices: see tf.config.threading.set_inter_op_parallelism_threads)"],
     ),
-    "few rows": ({"rows": 3, "devices": _devices(1, 1, 1, 0, 0, 0, 0, 0)}, []),
     "few chunks": ({"engine": "chunks", "batch_size": 8}, ["8 rows make 1 chunk for 2 devices: use a smaller batch_size"]),
     "enough chunks": ({"engine": "chunks", "batch_size": 7}, []),
-    "few rows in chunks": ({"rows": 1, "engine": "chunks", "batch_size": 8}, []),
     "single rows": ({"rows": 3, "engine": "chunks", "batch_size": 1, "devices": _in_chunks(2, 2, 2, 2)}, []),
-    "few chunks for one device": ({"engine": "chunks", "batch_size": 8, "devices": _in_chunks(2, 0)}, []),
     "Python in chunks, with few threads": (
         {"python_ops": ("PyFunc",), "engine": "chunks", "rows": None, "devices": _in_chunks(1, 0, 0)},
         ["for all devices (1 device: see"],
     ),
     "parts of a GPU": ({"devices": _devices(2, 2, 2, 2, gpus=[0, 1, 1, 2])}, ["GPU:1 and GPU:2 are parts of one GPU"]),
     "large copies": (_captured("w", Handling.COPIED, 2**22), ["each call copies 4.0 MiB of variables to each other device"]),
-    "small copies": (_captured("w", Handling.COPIED, 2**19), []),
 }  # fmt: skip
 
 
@@ -90,7 +85,6 @@ REPORTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "long last row": (history([(1, 1.0), (1, 1.0), (1, 1.9)]), {}, ["before the end: put the rows that take longest"]),
     "few chunks": (history([(10, 1.1)] * 2, devices=4), {}, ["1.1 s before the end: use a smaller batch_size"]),
-    "few rows": (history([(1, 1.1)] * 2, devices=3), {}, []),
     "no devices": ([CallStarted(0.0, 0, ()), CallFinished(1.1, None)], {}, []),
     "slow devices": (history([(10, 1.0)] * 6, devices=4, slowness=[4, 1, 4, 1]), {}, ["2 s before the end"]),
     "lost device": (history([(2, 1.0)] * 4, devices=3, lost=2), {}, []),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from histories import device, history, report_of
@@ -19,27 +19,19 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _nvml(busy: list[int], models: str = "HHHH", broken: str = "") -> types.SimpleNamespace:
-    """As much of `pynvml` as is used. It reports the utilisations in `busy`, and counts what it is asked."""
-    asked: list[Any] = []
-    opened: list[int] = []
-    utilisations = iter(busy)
-    module = types.SimpleNamespace(
-        asked=asked,
-        opened=opened,
-        nvmlInit=lambda: opened.append(1),
-        nvmlShutdown=lambda: opened.append(-1),
-        nvmlDeviceGetCount=lambda: len(models),
-        nvmlDeviceGetName=lambda handle: models[handle],
-        nvmlDeviceGetHandleByIndex=lambda handle: handle,
-        nvmlDeviceGetHandleByUUID=lambda handle: handle,
-        nvmlDeviceGetUtilizationRates=lambda handle: (
-            asked.append(handle) or types.SimpleNamespace(gpu=next(utilisations))
-        ),
-    )
-    if broken:
-        setattr(module, broken, lambda *arguments: 1 / 0)
-    return module
+def _nvml(busy: list[int], models: str = "HHHH") -> Mock:
+    """As much of `pynvml` as is used. It reports the utilisations in `busy`."""
+    nvml = Mock()
+    nvml.nvmlDeviceGetCount.return_value = len(models)
+    nvml.nvmlDeviceGetName.side_effect = models.__getitem__
+    nvml.nvmlDeviceGetHandleByIndex.side_effect = nvml.nvmlDeviceGetHandleByUUID.side_effect = lambda handle: handle
+    nvml.nvmlDeviceGetUtilizationRates.side_effect = [Mock(gpu=percent) for percent in busy]
+    return nvml
+
+
+def _asked(nvml: Mock) -> list[Any]:
+    """The handles whose utilisation was read."""
+    return [call.args[0] for call in nvml.nvmlDeviceGetUtilizationRates.call_args_list]
 
 
 def _percent(nvml: Any, patch: pytest.MonkeyPatch, index: int = 0, events: Any = HISTORY) -> float | None:
@@ -51,18 +43,19 @@ def _percent(nvml: Any, patch: pytest.MonkeyPatch, index: int = 0, events: Any =
 def test_mean_of_a_sample_each_half_second(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = _nvml([20, 40, 90, 50, 50])  # at 0.6, 1.2, 1.8, 2.4 and 3.0 s
     assert _percent(nvml, monkeypatch) == 50.0
-    assert (len(nvml.asked), sum(nvml.opened)) == (5, 0)
+    assert (len(_asked(nvml)), nvml.nvmlInit.call_count, nvml.nvmlShutdown.call_count) == (5, 1, 1)
     short = _nvml([])
     assert _percent(short, monkeypatch, events=history([(10, 0.1)] * 4, devices=1)) is None
-    assert short.asked == []
+    assert _asked(short) == []
 
 
 def test_errors_of_nvml_do_not_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _percent(None, monkeypatch) is None  # without nvidia-ml-py
     for broken in ("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"):
-        nvml = _nvml([50] * 9, broken=broken)
+        nvml = _nvml([50] * 9)
+        getattr(nvml, broken).side_effect = ZeroDivisionError
         assert _percent(nvml, monkeypatch) is None
-        assert sum(nvml.opened) == 0
+        assert nvml.nvmlShutdown.call_count == (broken != "nvmlInit")
 
 
 @pytest.mark.parametrize(
@@ -85,4 +78,4 @@ def test_it_asks_for_the_gpu_that_cuda_means(
             monkeypatch.setenv(name, value)
     nvml = _nvml([50] * 9, models)
     assert _percent(nvml, monkeypatch, index=1) == (50.0 if asked else None)
-    assert nvml.asked[:1] == asked
+    assert _asked(nvml)[:1] == asked
