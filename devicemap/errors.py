@@ -30,7 +30,7 @@ from devicemap.events import Shard
 class DeviceMapError(Exception):
     """The base class of all errors of devicemap."""
 
-    # Autograph keeps the class of an error that it raises again only if the class has this constructor (test_errors).
+    # Autograph keeps the class of an error that it raises again only if the class has this constructor (test_messages).
     __init__ = Exception.__init__
 
 

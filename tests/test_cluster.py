@@ -37,28 +37,21 @@ def test_on_hosts() -> None:
     "cluster",
     [
         {"worker": "a:1"},
-        {"worker": ["a"]},
         {"worker": ["a:1", "a:1"]},
         {"localhost": ["a:1"]},
-        {"a job": ["a:1"]},
-        {1: ["a:1"]},
-        {"worker": []},
         ["a:1"],
     ],
 )
 def test_invalid_clusters(cluster: Any) -> None:
-    with pytest.raises(
-        OptionError, match=re.escape(f"cluster is {cluster!r}; expected distinct addresses by job, as ")
-    ):
+    message = f"cluster is {cluster!r}; expected distinct addresses by job, as "
+    with pytest.raises(OptionError, match=re.escape(message)):
         connect(cluster)
 
 
-def test_a_name_that_no_host_can_have() -> None:
+def test_addresses_where_no_host_answers() -> None:
     with pytest.raises(DeviceError, match=r"no TensorFlow server answers at a\.\.b:1 "):
         connect({"worker": ["a..b:1"]})
 
-
-def test_a_port_of_another_service() -> None:
     def greet() -> None:
         with server.accept()[0] as client:
             client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,21 +93,6 @@ def test_the_whole_message_and_a_pickled_error(main_thread: bool) -> None:
     assert again.shards
 
 
-@pytest.mark.parametrize("way", [ONE, SEVERAL], ids=["one device", "several devices"])
-@pytest.mark.parametrize("as_dataset", [False, True])
-def test_a_chunk_that_fails_names_its_own_rows(as_dataset: bool, way: Options) -> None:
-    """Not those of the chunks that are cancelled because of it."""
-    rows = tf.stack([tf.range(12.0)] * 2, 1)
-    data = tf.data.Dataset.from_tensor_slices(rows) if as_dataset else rows
-    mapper = devicemap.DeviceMap(_raising(TypeError("odd type")), **way, batch_size=4, name="mine")
-    for _ in range(20):
-        with pytest.raises(FunctionError) as caught:
-            mapper(data)
-        (shard,) = caught.value.shards
-        assert 8 <= shard.start <= 10 < shard.stop <= 12
-        assert str(caught.value) == f"mine failed on {shard}: InvalidArgumentError: TypeError: odd type"
-
-
 @ways
 @pytest.mark.parametrize("fails_in_main_thread", [True, False])
 def test_a_call_that_fails_leaves_another_alone(fails_in_main_thread: bool, way: Options) -> None:
@@ -190,76 +174,17 @@ def test_locating_an_error_takes_at_most_a_second() -> None:
     assert threads.running() == []
 
 
-def test_a_bad_row_beside_rows_that_never_end() -> None:
-    """The failure cancels them, in the call and while it is located."""
-
-    def fn(row: Any) -> Any:
-        if row[0] == 10.0:
-            return tf.debugging.check_numerics(row / 0.0, "bad row")
-        return _endless(row)
-
-    with pytest.raises(FunctionError, match="mine failed on rows 4 to 5 on CPU:5: InvalidArgumentError: bad row"):
-        devicemap.DeviceMap(fn, **SEVERAL, name="mine", vectorize=False)(X)
-
-
-def test_an_error_inside_fn_under_a_tape() -> None:
-    mapper = devicemap.DeviceMap(_asserting, **SEVERAL)
-    message = r" row 5 on CPU:5: InvalidArgumentError: .*too large"
-    with tf.GradientTape(), pytest.raises(FunctionError, match=message):
-        mapper(X)
-
-
-WHILE_TRACING: list[Exception] = [
-    ZeroDivisionError("by zero"),
-    StopIteration("over"),
-    tf.errors.NotFoundError(None, None, "no such file"),
-    CustomError(7, detail="hot"),
-]
-
-
-@pytest.mark.parametrize("error", WHILE_TRACING, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [StopIteration("over"), CustomError(7, detail="hot")], ids=repr)
 def test_an_error_while_tracing(error: Exception) -> None:
     def fn(row: Any) -> Any:
         raise error
 
     message = rf"^fn could not be traced for one row \(batched=False\) .*: {type(error).__name__}: "
-    for way in WAYS.values():
-        mapper = devicemap.DeviceMap(tf.autograph.experimental.do_not_convert(fn), **way)
-        with pytest.raises(FunctionError, match=message) as caught:
-            mapper(X)
-        assert isinstance(caught.value, type(error))
-        assert vars(caught.value).items() >= vars(error).items()  # its attributes
-        assert caught.value.__cause__ is error
-        assert caught.value.shards == ()
-        assert str(error) in str(caught.value)
-        assert caught.value.args == (str(caught.value),)
-
-
-def test_an_error_inside_a_function_shows_few_lines_of_devicemap() -> None:
-    @tf.function
-    def f(x: Any) -> Any:
-        return devicemap.parallel_map(lambda row: None, x)
-
-    with pytest.raises(FunctionError, match="the result of fn is None") as caught:
-        f(X)
-    assert str(caught.value).count('File "') <= 4
-    pipe = devicemap.Pipeline([tf.sin], loss=["mse", "mse"])
-    with pytest.raises(FunctionError) as caught:
-        pipe.value_and_gradients(X, X)
-    assert "in user code" not in str(caught.value)
-
-
-def test_a_warning_names_the_line_that_called_devicemap() -> None:
-    """Also from a package whose path begins with that of devicemap."""
-    path = f"{Path(devicemap.__file__).parent}_user/program.py"
-    stage = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.BatchNormalization()])
-    call = compile('Pipeline([stage], ["CPU:0"])', path, "eval")
-    with pytest.warns(RuntimeWarning, match="batch normalization in training needs the whole batch") as caught:
-        eval(call, {"Pipeline": devicemap.Pipeline, "stage": stage})
-    assert caught[0].filename == path
-    stage.compile("sgd", "mse", jit_compile=True)
-    with pytest.warns(RuntimeWarning, match="jit_compile=True") as caught:
-        eval(
-            compile("model.fit(x, x, verbose=0)", path, "eval"), {"model": devicemap.parallelize(stage), "x": X[:, :2]}
-        )
-    assert caught[0].filename == path
+    with pytest.raises(FunctionError, match=message) as caught:
+        devicemap.parallel_map(tf.autograph.experimental.do_not_convert(fn), X, **SEVERAL)
+    assert isinstance(caught.value, type(error))
+    assert vars(caught.value).items() >= vars(error).items()  # its attributes
+    assert caught.value.__cause__ is error
+    assert caught.value.shards == ()
+    assert str(error) in str(caught.value)
+    assert caught.value.args == (str(caught.value),)
