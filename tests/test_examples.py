@@ -53,7 +53,6 @@ ON_RAY = {"images --images 12": ("12 images, each once", "of the same photograph
 REFUSED = {
     "digits --images 0 --simulate 2": "SystemExit: --images is 0; expected 1 to 1000",
     "training --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
-    "grid --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
     "large --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
     "inference --pages 0": "SystemExit: --pages 0 --epochs 8; expected at least 1 of each",
 }

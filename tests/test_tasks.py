@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
-import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -73,11 +69,6 @@ def test_maps_and_models_inside_a_task_use_its_device(devices: list[str]) -> Non
     assert len(devicemap.DeviceMap(tf.negative, devices=devices).explain(tf.range(8)).devices) == len(devices)
 
 
-def test_data_is_shared() -> None:
-    items = [X, [1, 2], object()]
-    assert all(got is item for got, item in zip(devicemap.parallel_tasks(lambda item: item, iter(items)), items))
-
-
 @pytest.mark.parametrize("error", [KeyError("missing"), tf.errors.InternalError(None, None, "bad"), SystemExit(3)])
 def test_the_first_error_is_raised_and_running_tasks_finish(error: BaseException) -> None:
     failed, finished = threading.Event(), []
@@ -87,6 +78,8 @@ def test_the_first_error_is_raised_and_running_tasks_finish(error: BaseException
             raise error
         failed.wait(60)
         finished.append(item)
+        if item == 2:
+            raise ValueError("not the first one")
 
     def observe(event: Any) -> None:
         if isinstance(event, ChunkFailed):
@@ -133,11 +126,8 @@ def test_retries_and_events() -> None:
     [
         ((None, [1]), {}, OptionError, "fn is of type NoneType, not callable"),
         ((len, 3), {}, DataError, "items is 3; expected a list"),
-        ((len, "abc"), {}, DataError, "items is 'abc'; expected a list"),
-        ((len, np.array(3)), {}, DataError, r"items is array\(3\); expected a list"),
         ((len, tf.constant(3)), {}, DataError, "items is <tf.Tensor: .*; expected a list"),
         ((len, [1]), {"on_error": "ignore"}, OptionError, "on_error='ignore'; expected 'raise' or 'skip'"),
-        ((len, [1]), {"max_retries": -1}, OptionError, "max_retries=-1; expected an int of at least 0"),
         ((len, [1]), {"progress": 3}, OptionError, "progress=3; expected True"),
         ((len, [1]), {"devices": "CPU:99"}, DeviceError, "CPU:99"),
     ],
@@ -147,23 +137,12 @@ def test_invalid_arguments(arguments: Any, options: dict[str, Any], error: type[
         devicemap.parallel_tasks(*arguments, **options)
 
 
-def test_inside_a_function_it_is_refused() -> None:
-    with pytest.raises(DeviceMapError, match=r"parallel_tasks was called inside a tf\.function"):
-        tf.function(lambda: devicemap.parallel_tasks(len, [[1]]))()
-
-
 @pytest.mark.private("tapes that record")
-def test_tapes_around_tasks_are_refused() -> None:
+def test_functions_and_tapes_around_tasks_are_refused() -> None:
+    with pytest.raises(DeviceMapError, match=r"parallel_tasks was called inside a tf\.function"):
+        tf.function(lambda: devicemap.parallel_tasks(len, [[1]]), autograph=False)()
     with tf.GradientTape(), pytest.raises(DeviceMapError, match=r"open the tape in fn"):
         devicemap.parallel_tasks(len, [[1]])
-
-
-def test_an_error_of_the_observer_before_the_first_task() -> None:
-    def observe(event: Any) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        devicemap.parallel_tasks(len, [[1]], progress=observe)
 
 
 def test_context_variables_hold_in_tasks() -> None:
@@ -193,15 +172,9 @@ def test_an_interrupt_returns_at_once() -> None:
 
 def _train(seed: int, eagerly: bool = False) -> list[np.ndarray]:
     """Train a model whose random numbers all have seeds of their own."""
-    model = keras.Sequential(
-        [
-            keras.Input([4]),
-            keras.layers.Dense(8, "relu", kernel_initializer=keras.initializers.GlorotUniform(seed)),
-            keras.layers.Dropout(0.3, seed=seed),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed + 1)),
-        ]
-    )
+    dense = keras.layers.Dense(4, "relu", kernel_initializer=keras.initializers.GlorotUniform(seed))
+    rest = [keras.layers.Dropout(0.3, seed=seed), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input([4]), dense, *rest, keras.layers.Dense(1, kernel_initializer="ones")])
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False, run_eagerly=eagerly)
     model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     weights: list[np.ndarray] = model.get_weights()
@@ -267,37 +240,10 @@ def test_tasks_choose_no_dtype_policy() -> None:
     assert processes.run(DEFAULTS) == ["float64"]
 
 
-class _Memory:
-    pass
-
-
-def test_a_retry_finds_the_memory_of_the_failed_attempt_free() -> None:
-    attempts: list[weakref.ref[_Memory]] = []
-
-    def task(item: int) -> list[bool]:
-        memory = _Memory()
-        free = [attempt() is None for attempt in attempts]
-        attempts.append(weakref.ref(memory))
-        if len(attempts) < 3:
-            raise MemoryError
-        return free
-
-    assert devicemap.parallel_tasks(task, [0], max_retries=2) == [[True, True]]
-
-
-class _WithoutSignature:
-    @property
-    def __signature__(self) -> Any:
-        raise RuntimeError("no signature")
-
-    def __call__(self, item: int) -> int:
-        return -item
-
-
 @pytest.mark.parametrize(
     ("fn", "result"),
     [
-        (_WithoutSignature(), -1),
+        (type, int),  # of an unknown signature
         (partial(lambda item, device: device, device="chosen"), "chosen"),
         (lambda item, device="default", /: device, "default"),
         (lambda item, *device: device, ()),
@@ -305,44 +251,3 @@ class _WithoutSignature:
 )
 def test_functions_that_get_no_device(fn: Any, result: Any) -> None:
     assert devicemap.parallel_tasks(fn, [1]) == [result]
-
-
-class array:
-    pass
-
-
-class _NoNotes(Exception):
-    def add_note(self, note: str) -> None:
-        raise RuntimeError(note)
-
-
-@pytest.mark.parametrize(("item", "error"), [(array(), KeyError("bad")), (1, _NoNotes("bad"))])
-def test_the_error_is_raised_even_if_the_note_fails(item: Any, error: Exception) -> None:
-    def fail(item: Any) -> None:
-        raise error
-
-    with pytest.raises(type(error), match="bad"):
-        devicemap.parallel_tasks(fail, [item])
-
-
-def test_errors_keep_nothing_alive() -> None:
-    """No cycle keeps an error that is raised, and what is skipped keeps no other items."""
-
-    def fail(item: _Memory) -> None:
-        raise KeyError("bad")  # here, because an argument that is raised would be in a cycle
-
-    items = [_Memory() for _ in range(3)]
-    alive = [weakref.ref(item) for item in items]
-    one = devicemap.parallel_tasks(fail, items, on_error="skip")[0]
-    gc.collect()
-    gc.disable()
-    try:
-        del items[1:]
-        assert [item() is None for item in alive] == [False, True, True]
-        assert traceback.extract_tb(one.__traceback__)[-1].name == "fail"
-        with suppress(KeyError):  # pytest.raises would keep the error
-            devicemap.parallel_tasks(fail, items)
-        del items, one
-        assert alive[0]() is None
-    finally:
-        gc.enable()
