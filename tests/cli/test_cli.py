@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -10,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,13 +26,11 @@ X = np.arange(40, dtype=np.float32).reshape(20, 2)
 FUNCTIONS = """
 import tensorflow as tf
 
-keep = lambda row: row
 named = lambda rows: {"sum": rows["a"] + rows["b"]}
 length = lambda content: tf.strings.length(content)
 ones = lambda n: tf.ones([tf.cast(n, tf.int32)])
 noise = lambda row, seed: row + tf.random.stateless_normal([], seed)
 broken = lambda row: row @ row
-text = lambda content: {"length": length(content), "chars": tf.strings.bytes_split(content)}
 numbers = lambda: tf.data.Dataset.range(20).map(lambda n: tf.cast(n, tf.float32))
 batches = tf.data.Dataset.from_tensor_slices(tf.range(20.0)).batch(6)
 
@@ -110,20 +108,16 @@ def _make_inputs() -> None:
 
 INPUTS: list[tuple[str, str, list[str], Any]] = [
     ("double", "x.npy", [], X * 2),
-    ("double", "x.npy", ["--batched"], X * 2),
     ("double", "x.npy", ["--batched", "--batch-size", "3"], X * 2),
     ("double", "large.npy", [], np.full([9, 2**19], 2)),  # in several slices, and an uneven one
     ("double", "parts", [], X * 2),
     ("double", "parts/*.npy", [], X * 2),
     ("length", "text.npy", [], [3, 0, 4]),
     ("length", "texts", [], [1, 2, 4]),
-    ("length", "x.tfrecord*2", [], range(10)),
     ("length", "x.tfrecord*2", ["--batched"], range(10)),
     ("length", "x.tfrecord*.gz", [], range(10)),
-    ("length", "files", [], range(7)),
     ("length", "files", ["--batched"], range(7)),
     ("length", "files/**/*.jpg", [], range(8)),
-    ("length", "files/6.jpg", [], [6]),
     ("double", "saved", [], X * 2),
     ("double", "batches", ["--batched"], X * 2),
     ("double", "functions:numbers", [], range(0, 40, 2)),
@@ -174,24 +168,19 @@ def test_inputs_that_cannot_be_read() -> None:
     for name, array in {
         "mixed/x": X,
         "scalar": np.float32(1),
-        "nothing": np.zeros([5, 0]),
-        "objects": np.array([{}, None]),
         "dates": np.array(["2020-01-01"], "datetime64[D]"),
         "uneven/0": X,
         "uneven/1": X[:, 0],
     }.items():
-        np.save(f"{name}.npy", array, allow_pickle=True)
-    for name in ("mixed/readme.txt", "bad.npy", "bad.npz", "packed/0.tfrecord", "packed/1.tfrecord.gz"):
+        np.save(f"{name}.npy", array)
+    for name in ("mixed/readme.txt", "bad.npz", "packed/0.tfrecord", "packed/1.tfrecord.gz"):
         pathlib.Path(name).write_text("not an array")
     for path, words in {
         "mixed": "has mixed/readme.txt, mixed/x.npy; expected files of one kind",
         "empty": "no such file or folder with files",
         os.devnull: "is a pipe or a device",
         "scalar.npy": r"an array of float32 \[\]; expected rows",
-        "nothing.npy": r"an array of float64 \[5, 0\]; expected rows",
-        "objects.npy": "objects.npy is not a file of plain arrays",
         "dates.npy": "dates.npy is not a file of plain arrays with dtypes of TensorFlow",
-        "bad.npy": "bad.npy is not a file of plain arrays",
         "bad.npz": "bad.npz is not a file of plain arrays",
         "uneven": r"uneven/1.npy has an array of float32 \[20\]; .* as in uneven/0.npy of float32 \[2\]",
         "packed": "expected files of one kind",
@@ -222,37 +211,22 @@ def test_npy_and_npz_files(capsys: pytest.CaptureFixture[str]) -> None:
     np.testing.assert_array_equal(np.load("y.npz")["sum"], 2 * X + 1)
     np.testing.assert_array_equal(np.load("one.npz")["result"], 2 * X)
     assert not {*pathlib.Path().glob("*.partial"), *pathlib.Path().glob("*.tmp")}
+    pathlib.Path("y.npy.partial").mkdir()  # as after a kill that interrupts the removal of the directory
+    pathlib.Path("y.npy.partial/lock.sqlite").touch()
     assert write("double", "x.npy", out="y.npy") == 1  # which would compute all rows again
     assert "y.npy already exists; remove it" in capsys.readouterr().err
 
 
-def test_the_file_is_written_if_the_output_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def write(self, text: str) -> None:
-            raise BrokenPipeError
-
-        def flush(self) -> None: ...
-
-    for name, stream in {"broken": Broken(), "closed": None}.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", stream)
-            with contextlib.suppress(BrokenPipeError, AttributeError):  # `Broken` has no file descriptor
-                assert write("double", "x.npy", "--quiet", out=f"{name}.npy") == 0
-        np.testing.assert_array_equal(np.load(f"{name}.npy"), 2 * X)
-        assert not pathlib.Path(f"{name}.npy.partial").exists()
-
-
-def test_a_complete_file_beside_what_is_left_of_its_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    """A kill may interrupt the removal of the directory."""
-    assert write("double", "x.npy", out="y.npy") == 0
-    pathlib.Path("y.npy.partial").mkdir()
-    pathlib.Path("y.npy.partial/lock.sqlite").touch()
-    assert write("double", "x.npy", out="y.npy") == 1
-    assert "y.npy already exists" in capsys.readouterr().err
+def test_a_file_is_written_if_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `devicemap run ... | head`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError), fileno=lambda: os.dup(1)))
+        assert write("double", "x.npy", out="y.npy") == 141
+    np.testing.assert_array_equal(np.load("y.npy"), 2 * X)
 
 
 def test_names_of_files_and_directories() -> None:
-    for name, is_file in {"a.NPY": True, "a.tfrecords": True, "a.v2": False, "a-0.1": False}.items():
+    for name, is_file in {"a.NPY": True, "a.tfrecords": True, "a.parquet": True, "a.v2": False, "a-0.1": False}.items():
         assert write("double", "x.npy", out=name) == 0
         assert pathlib.Path(name).is_file() == is_file
     pathlib.Path("a.v2").rename("a.csv")
@@ -269,9 +243,6 @@ def test_rows_of_different_shapes(name: str, code: int, words: str, capsys: pyte
     assert words in said
     saving = f"devicemap.open_results('{name}.partial').to_parquet('y.parquet')"
     assert f"All rows are in {name}.partial: {saving} saves them" in said
-    pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
-    eval(saving, {"devicemap": devicemap})
-    assert pathlib.Path("y.parquet").exists()
 
 
 def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,21 +298,12 @@ def test_failed_rows_are_printed_and_kept(path: str, rows: list[str], capsys: py
         assert "failed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["npy", "parquet", "tfrecord"])
-def test_files_without_the_failed_rows(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_the_failed_rows(capsys: pytest.CaptureFixture[str]) -> None:
     _write_texts()
-    assert write("short", "in", "--skip-errors", out=f"out.{suffix}") == 3
+    assert write("short", "in", "--skip-errors", out="out.npy") == 3
     assert "in/3.txt failed on CPU:" in capsys.readouterr().out
-    assert not pathlib.Path(f"out.{suffix}.partial").exists()
-    if suffix == "npy":
-        found = np.load("out.npy")
-    elif suffix == "parquet":
-        found = pytest.importorskip("pyarrow.parquet").read_table("out.parquet")["result"].to_numpy()
-    else:
-        example = {"result": tf.io.FixedLenFeature([], tf.int64)}
-        records = tf.data.TFRecordDataset("out.tfrecord").batch(9).get_single_element()
-        found = tf.io.parse_example(records, example)["result"].numpy()
-    assert found.tolist() == [1, 3, 1]
+    assert not pathlib.Path("out.npy.partial").exists()
+    assert np.load("out.npy").tolist() == [1, 3, 1]
 
 
 # Errors
@@ -372,7 +334,6 @@ MISTAKES = [
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
     (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
     (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
-    (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
     (["functions:double", "functions:numbers", "--batched"], 1, "but --batched takes batches of rows"),
     (["functions", "x.npy"], 2, "functions is a module; expected MODULE:FUNCTION"),
     (["function", "x.npy"], 2, "No module named 'function'; expected MODULE:FUNCTION, found"),
@@ -380,15 +341,12 @@ MISTAKES = [
     (["nothing:is_called", "x.npy", "--out", ""], 2, "--out is empty; expected a file or a directory"),
     (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),
     (["functions:named", "x.npz", "--batched", "--out", "y.npy"], 2, "returns 'result': {'sum': TensorSpec"),
-    (["functions:text", "text.npy", "--batched", "--out", "y.npz"], 2, "returns 'chars': RaggedTensorSpec"),
-    (["functions:keep", "text.npy", "--out", "y.npy"], 2, "dtype=tf.string, name=None), which a .npy file cannot hold"),
     (["functions:double", "x.npy", "--out", "y.parquet"], 1, "needs pyarrow ("),
     (
         ["nothing:is_called", "x.npy", "--out", "y.CSV"],
         2,
         "--out y.CSV; expected the suffix .npy, .npz, .parquet, .tfrecord",
     ),
-    (["nothing:is_called", "x.npy", "--out", "y.tfrecord.gz"], 2, "--out y.tfrecord.gz; expected the suffix .npy, "),
     (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
 ]
 
@@ -429,19 +387,21 @@ def test_explain_and_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert "b.npy cannot be drawn: its suffix has to be one of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-@pytest.mark.parametrize("path", ["nowhere/file.png", "."])
-def test_results_that_cannot_be_saved_are_refused_at_once(option: str, path: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "nothing:is_called", "x.npy", option, path])
-    assert f"argument {option}: {path} is a folder, or its folder does not exist" in capsys.readouterr().err
-
-
-def test_a_file_without_permission_is_refused_at_once(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "path", "words"),
+    [
+        ("--json", "nowhere/b.json", "nowhere/b.json is a folder, or its folder does not exist"),
+        ("--plot", ".", ". is a folder, or its folder does not exist"),
+        ("--json", "b.json", "there is no permission to write b.json"),
+    ],
+)
+def test_results_that_cannot_be_saved_are_refused_at_once(
+    option: str, path: str, words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # the superuser may write anywhere
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "nothing:is_called", "x.npy", "--json", "b.json"])
-    assert "argument --json: there is no permission to write b.json" in capsys.readouterr().err
+        main(["bench", "nothing:is_called", "x.npy", option, path])
+    assert f"argument {option}: {words}" in capsys.readouterr().err
 
 
 def test_help_does_not_wait_for_tensorflow() -> None:
@@ -465,17 +425,3 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert ("\nNo GPU: " in said) == (not tf.config.list_physical_devices("GPU"))
     told = [device["name"] for device in json.loads(pathlib.Path("d.json").read_text()) if device["kind"] == "CPU"]
     assert told == [f"/job:localhost/replica:0/task:0/device:{name}" for name in names]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["serve", "--open", "--port", "-1"], "port=-1; expected an int from 0 to 65535"),
-        (["serve", "--open", "--port", "65536"], "port=65536; expected an int from 0 to 65535"),
-        (["check", "--seconds", "-1"], "seconds=-1.0; expected None or a number of at least 0"),
-        (["check", "--seconds", "nan"], "seconds=nan; expected None or a number of at least 0"),
-    ],
-)
-def test_numbers_out_of_range(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().err
