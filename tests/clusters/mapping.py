@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -34,19 +33,12 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-class Shown:
-    """Becomes a text where it is unpickled, as variables are made there: the GPUs that TensorFlow is shown."""
-
-    def __reduce__(self) -> Any:
-        return os.getenv, ("CUDA_VISIBLE_DEVICES", "all")
-
-
 def test_columns(cluster: Cluster) -> None:
     """Numbers, text and ragged columns come and go, in order as asked for, some blocks being empty; variables go, too.
 
-    There are no CPUs besides those of the actors, which read and filter by themselves, and have no GPUs, as Ray gives none.
+    There are no CPUs besides those of the actors, which read and filter by themselves.
     """
-    offset, shown = tf.Variable(100, dtype=tf.int64), Shown()
+    offset = tf.Variable(100, dtype=tf.int64)
     items = [
         {"n": n, "text": "ab" * n, "list": [*range(n)], "square": np.full([2, 2], n), "words": [["a"] * n, ["b"]]}
         for n in range(6)
@@ -56,19 +48,17 @@ def test_columns(cluster: Cluster) -> None:
         total = offset + tf.reduce_sum(row["square"])
         for each in row["list"]:  # a loop that is one in the graph
             total += each
-        same = {"words": row["words"], "gpus": tf.constant(shown)}
-        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total, **same}
+        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total, "words": row["words"]}
 
     dataset = ray.data.from_items(items, override_num_blocks=3).filter(expr=col("n") > 1)
     lists, words = tf.RaggedTensorSpec([None], tf.int64), tf.RaggedTensorSpec([None, None], tf.string)
-    signature = {"text": tf.string, "list": lists, "total": tf.int64, "words": words, "gpus": tf.string}
+    signature = {"text": tf.string, "list": lists, "total": tf.int64, "words": words}
     dataset.context.execution_options.preserve_order = True
     rows = devicemap.ray.map_batches(dataset, describe, concurrency=2, fn_output_signature=signature).take_all()
     assert [row["text"].decode() for row in rows] == ["ab" * n + "!" for n in range(2, 6)]
     assert [row["list"] for row in rows] == [[2 * i for i in range(n)] for n in range(2, 6)]
     assert [row["words"] for row in rows] == [[[b"a"] * n, [b"b"]] for n in range(2, 6)]
     assert [row["total"] for row in rows] == [100 + 4 * n + n * (n - 1) // 2 for n in range(2, 6)]
-    assert {row["gpus"] for row in rows} == {b""}
 
 
 class Result(NamedTuple):
@@ -100,25 +90,6 @@ def test_blocks_of_other_dtypes_are_not_reduced(cluster: Cluster) -> None:
     dataset = ray.data.from_numpy([np.arange(3), np.full(3, 0.5)])
     with pytest.raises(devicemap.errors.FunctionError, match="int64 for the first block, but float64"):
         devicemap.ray.reduce(dataset, lambda row: row["data"], "sum", concurrency=1)
-
-
-def test_contexts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed in order has the settings of the dataset, whose own are left alone."""
-    dataset = ray.data.range(3)
-    dataset.context.target_max_block_size = 12345
-    numbered = devicemap.ray.map_batches(dataset, lambda row, seed: row["id"], concurrency=1, seed=1)
-    contexts = [numbered.context]
-
-    def nothing(states: Any, **options: Any) -> Iterator[Any]:
-        contexts.append(states.context)
-        assert not dataset.context.execution_options.preserve_order
-        return iter(())
-
-    monkeypatch.setattr(ray.data.Dataset, "iter_batches", nothing)
-    with pytest.raises(devicemap.errors.DataError, match="no rows"):
-        devicemap.ray.reduce(dataset, lambda row: row["id"], "sum", concurrency=1)
-    found = [(each.target_max_block_size, each.execution_options.preserve_order) for each in contexts]
-    assert found == [(12345, True), (12345, True)]
 
 
 def careful(row: Any) -> Any:

@@ -14,7 +14,7 @@ from benchmarks import softgpu
 
 FILES = Path(__file__).with_name("softgpus")
 REPORTS = Path(__file__).parents[2] / "build"
-NIGHTLY = ("devices chunks", "traffic", "cut", "training", "pipelines", "largest_batch")
+NIGHTLY = ("chunks", "traffic", "training", "pipelines", "largest_batch")
 """Files that share a process need GPUs of the same number and size."""
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from simulators.softgpus.pair import gpus, x
+from simulators.softgpus.pair import GPUS, gpus, on_gpus, x
 
 import devicemap
 from devicemap.cli import main
+from devicemap.errors import FunctionError
 from devicemap.types import ChunkFailed, ChunkFinished, Event
 
 
@@ -68,6 +69,27 @@ def _run_out_of_memory(gpu: int, rows: int, prefetch: int, parts: int) -> None:
     assert lengths(ChunkFinished, events) == [rows // parts] * 3 * parts
     assert len(lengths(ChunkFailed, events)) <= prefetch
     assert sum(device.back_offs for device in mapper.report.devices) >= parts - 1
+
+
+def test_captured_variables_that_do_not_fit_are_named_before_a_row_is_computed() -> None:
+    with tf.device("CPU:0"):
+        table = tf.Variable(tf.zeros([17 << 20]))
+
+    def named_error(gpu: str, **options: Any) -> tuple[FunctionError, list[Any]]:
+        ran: list[Any] = []
+        with pytest.raises(FunctionError) as error:
+            on_gpus(
+                lambda row: row * tf.gather(table, 0), name="lookup", progress=ran.append, **options | {"devices": gpu}
+            )(tf.range(8.0))
+        return error.value, ran
+
+    with ThreadPoolExecutor(2) as pool:  # TensorFlow waits ten seconds for memory, here on both at the same time
+        found = [pool.submit(named_error, GPUS[0]), pool.submit(named_error, GPUS[1], batch_size=4)]
+    for gpu, (error, ran) in zip(GPUS, (each.result() for each in found)):
+        said = f"lookup: no memory for a copy of what fn captures, 71303168 bytes in all, on {gpu}; with in_place="
+        assert str(error).startswith(said)
+        assert isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.InternalError))
+        assert not [event for event in ran if isinstance(event, ChunkFinished)]
 
 
 def test_memory_that_was_used_before_does_not_keep_chunks_small() -> None:

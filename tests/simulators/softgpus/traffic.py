@@ -111,15 +111,6 @@ def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is(vectorize: Any) ->
     assert peaks.max() < 1.1 * peaks.min(), measured
 
 
-@pytest.mark.parametrize("vectorize", ["auto", False])
-def test_inside_a_function_loops_send_no_more_to_one_than_to_others(vectorize: Any) -> None:
-    mapper = on_gpus(scanning, vectorize=vectorize)
-    for call in (tf.function(lambda r: mapper(r)), of_any_length(mapper)):
-        to, back = sent(call)
-        assert to[0] == to[1]
-        assert back[0] == back[1] < 1.1 * shard
-
-
 @pytest.mark.parametrize(("home", "vectorize"), [("CPU:0", False), ("GPU:0", "auto")])
 def test_inside_a_function_loops_are_sent_a_variable_once(home: str, vectorize: Any) -> None:
     """A step of training: forward and backward."""
