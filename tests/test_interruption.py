@@ -48,16 +48,6 @@ def fail_once():
 
 DATA, QUICK = tf.ones([6, 2]), tf.zeros([6, 2])
 
-def at_once(mapper):
-    others = [threading.Thread(target=mapper, args=(QUICK,)) for _ in range(3)]
-    for other in others:
-        other.start()
-    try:
-        mapper(DATA)
-    finally:
-        for other in others:
-            other.join()
-
 def quick_before(call, data=DATA):
     for _ in range(3):
         call(QUICK)
@@ -70,7 +60,6 @@ WAYS = {
     "one graph": lambda: mapper()(DATA),
     "quick calls before": lambda: quick_before(mapper()),
     "quick calls on fewer rows before": lambda: quick_before(mapper(), tf.ones([100_000, 2])),
-    "calls at once": lambda: at_once(mapper()),
     "the second run of what failed": lambda: mapper(lambda row: endless(row, fail_once))(DATA),
     "chunks": lambda: mapper(batch_size=1)(DATA),
     "a dataset": lambda: mapper()(tf.data.Dataset.from_tensor_slices(DATA)),
