@@ -57,12 +57,6 @@ def test_forms_of_devices() -> None:
             assert choose_devices(devices) == tuple(CPUS[i] for i in chosen)
 
 
-def test_devices_are_chosen_inside_a_function_and_another_scope_too() -> None:
-    mapper = devicemap.DeviceMap(lambda row: row + 1, devices=["CPU:1", "CPU:4"])
-    with tf.device("CPU:7"):
-        np.testing.assert_array_equal(tf.function(lambda x: mapper(x))(X), X + 1)
-
-
 def test_results_are_gathered_on_the_output_device() -> None:
     options = {"devices": ["CPU:1", "CPU:2"]}
     for output_device in ("CPU:6", "/device:CPU:6", CPUS[6], LOGICAL[6], LISTED[6]):

@@ -75,11 +75,6 @@ def test_the_device_with_the_least_room_decides() -> None:
     assert result.largest_batch(10) == 0
 
 
-def test_one_batch_says_what_it_needed_itself() -> None:
-    result = _result(1000, _batch(8, 100, 200))
-    assert (result.largest_batch(), result.largest_batch(200), result.largest_batch(199)) == (8, 8, 0)
-
-
 FULL = Measurement("batch", 22, error="out of memory")
 
 

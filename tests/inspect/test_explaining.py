@@ -74,32 +74,23 @@ def _nothing_runs() -> Iterator[None]:
     assert (len(CALLS), [variable.numpy().tolist() for variable in variables]) == before
 
 
-@pytest.mark.in_ci(2)
-@pytest.mark.parametrize(("given", "instead"), [(X, SPEC), (SPEC, X)], ids=["data", "spec"])
-@pytest.mark.parametrize("workers", [WORKERS, ["CPU:3", "CPU:0", "CPU:5"]], ids=["workers", "with the host"])
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_nothing_runs_and_order_is_that_of_the_graph(name: str, workers: list[str], given: Any, instead: Any) -> None:
-    mapper = _mapper(name, workers)
+def test_nothing_runs_and_order_is_that_of_the_graph(name: str) -> None:
+    mapper, chunked, dataset = _mapper(name), _mapper(name, batch_size=2), tf.data.Dataset.from_tensor_slices(X)
     with _nothing_runs():
-        plan = mapper.explain(given)
-        assert mapper.explain(instead) == plan  # with the same number of traces
+        plan = mapper.explain(SPEC)
+        assert mapper.explain(X) == plan  # with the same number of traces
     waits = between_devices(partitions(mapper, X))
     assert [(c.name.rpartition("/")[2], c.handling, c.size_bytes) for c in plan.captured] == FUNCTIONS[name][2]
-    if workers == WORKERS:
-        pairs = {*itertools.pairwise(WORKERS)} if plan.ordered else set()
-        assert {(edge.sender, edge.receiver) for edge in waits if edge.control} == pairs
-        # along the tree that brings values of variables to devices
-        assert {(edge.sender, edge.receiver) for edge in waits if not edge.control} <= {(WORKERS[0], WORKERS[2])}
-
-
-@pytest.mark.in_ci(2)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
-    mapper, dataset = _mapper(name, batch_size=2), tf.data.Dataset.from_tensor_slices(X)
+    pairs = {*itertools.pairwise(WORKERS)} if plan.ordered else set()
+    assert {(edge.sender, edge.receiver) for edge in waits if edge.control} == pairs
+    # along the tree that brings values of variables to devices
+    assert {(edge.sender, edge.receiver) for edge in waits if not edge.control} <= {(WORKERS[0], WORKERS[2])}
     with _nothing_runs():
-        plan = mapper.explain(dataset.batch(4) if name == "dropped" else dataset)
-        assert plan.engine == mapper.explain(X).engine == "chunks"
-    assert between_devices(partitions(mapper, X)) == []
+        plan = chunked.explain(dataset.batch(4) if name == "dropped" else dataset)
+        assert plan.engine == chunked.explain(X).engine == "chunks"
+    assert between_devices(partitions(chunked, X)) == []
     assert plan.rows == (None if name == "dropped" else 7)
     assert [device.chunks_in_flight for device in plan.devices] == FUNCTIONS[name][1]
 

@@ -102,13 +102,6 @@ def test_chunks_of_a_fixed_size_lose_at_most_one_chunk(job: str, chunk_rows: int
     assert seconds <= sum(costs) / sum(devices) / 0.97 + 1.5 * dearest / max(devices)
 
 
-@pytest.mark.parametrize("devices", [[1.0] * 3, [1.0, 0.3], [1.0, 0.1], [1.0, 1.0, 0.2]], ids=str)
-def test_few_long_rows_lose_at_most_one_row(devices: list[float]) -> None:
-    for rows in range(10, 30):
-        seconds, _, _ = simulate([1.0] * rows, devices)
-        assert seconds <= rows / sum(devices) + 1.01
-
-
 def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> None:
     """As on a GPU that is not full: 50 ms per call, whatever the rows."""
     seconds, sizes, _ = simulate([1e-6] * 10_000, [1.0] * 4, per_call=0.05)
