@@ -1,4 +1,4 @@
-"""Maps, writes and reductions in any order, with interruptions, damage and changes between them.
+"""Writes and reductions in any order, with interruptions, damage and changes between them.
 
 Results equal those of NumPy. In a directory each row is computed once, or listed as failed, and no row is lost.
 """
@@ -193,15 +193,6 @@ class Directories(RuleBasedStateMachine):
     @rule()
     def change_the_variable(self) -> None:
         SCALE.assign(3 - SCALE)
-
-    @rule(devices=DEVICES, skip=st.booleans(), interrupt=INTERRUPTS)
-    def map_rows(self, devices: tuple[str, ...], skip: bool, interrupt: Any) -> None:
-        mapper, fails = _mapper(self.kind, devices, skip), not skip and min(self.values) < 0
-        result = _attempt(lambda: mapper(self.data(interrupt)), interrupt, False, fails)
-        if result is not None:
-            assert result.numpy().tolist() == _wanted(self.values)
-            assert sorted(observer.computed) == [*range(len(self.values))]
-            assert [failed.row for failed in mapper.report.failed_rows] == [-1 - v for v in self.values if v < 0]
 
     @rule(devices=DEVICES, skip=st.booleans(), interrupt=INTERRUPTS, retry=st.booleans())
     def write(self, devices: tuple[str, ...], skip: bool, interrupt: Any, retry: bool) -> None:
