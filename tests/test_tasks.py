@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -230,6 +231,24 @@ print(keras.layers.Dense(1).dtype)
 
 def test_tasks_choose_no_dtype_policy() -> None:
     assert processes.run(DEFAULTS) == ["float64"]
+
+
+class _Memory:
+    pass
+
+
+def test_a_retry_finds_the_memory_of_the_failed_attempt_free() -> None:
+    attempts: list[weakref.ref[_Memory]] = []
+
+    def task(item: int) -> list[bool]:
+        memory = _Memory()
+        free = [attempt() is None for attempt in attempts]
+        attempts.append(weakref.ref(memory))
+        if len(attempts) < 3:
+            raise MemoryError
+        return free
+
+    assert devicemap.parallel_tasks(task, [0], max_retries=2) == [[True, True]]
 
 
 @pytest.mark.parametrize(
