@@ -72,6 +72,13 @@ def test_failing_rows_are_stored(
     assert [failed["row"] for failed in summary["failed_rows"]] == bad
 
 
+def test_failed_neighbours_run_again_in_one_chunk(tmp_path: Path) -> None:
+    _mapper([5, 6]).write(X, tmp_path)
+    results = _mapper([]).write(X, tmp_path, retry_failed=True, trust_function=True)
+    assert results.failed_rows == ()
+    np.testing.assert_array_equal(results.load(), X)
+
+
 def test_a_damaged_failed_row(tmp_path: Path) -> None:
     _mapper([5, 6]).write(X, tmp_path)
     query(tmp_path, "DELETE FROM chunks WHERE start = 6")

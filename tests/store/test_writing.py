@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from processes import run
-from stored import DATA, Counted, damage, read_rows, untouched, write_chunks
+from stored import DATA, Counted, read_rows, untouched, write_chunks
 
 import devicemap
 from devicemap.errors import JournalError
@@ -122,18 +122,6 @@ def test_a_dataset_that_was_shorter_than_a_batch_may_grow(tmp_path: Path) -> Non
         assert mapper.report.rows == added
     with pytest.raises(JournalError, match="chunk_rows was 8 there, and is 4 now"):
         mapper.write(tf.data.Dataset.range(30).batch(4), tmp_path / "out")
-
-
-def test_a_damaged_chunk_is_computed_again_in_smaller_chunks(tmp_path: Path) -> None:
-    def counted(*starts: int) -> Counted:
-        spec = tf.TensorSpec([None], tf.int64)
-        batches = tf.data.Dataset.from_generator(lambda: np.split(DATA, starts), output_signature=spec)
-        return Counted(_triple, batches, batched=True, batch_size=None)
-
-    assert counted(4, 56).write(tmp_path) == [*DATA]
-    rows = damage(tmp_path, 4)
-    assert counted(*range(4, 64, 4)).write(tmp_path) == rows
-    assert counted(4).write(tmp_path) == []
 
 
 def test_workers_wait_while_many_bytes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
