@@ -97,6 +97,16 @@ def test_what_it_shows(name: str) -> None:
         assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
+@pytest.mark.parametrize("error", [None, ValueError("odd")])
+def test_it_fits_80_columns(error: Any) -> None:
+    events = history([(100_000_000, 1.0)] * 10)
+    for end in range(2, len(events) + 1):
+        drawn = _drawn([*events[:end], CallFinished(1.0, error)], "features.extract_all_of_them", _terminal(width=80))
+        *_, last = lines = drawn.split("\r")
+        assert all(len(line.rstrip("\n")) <= 80 for line in lines)
+        assert re.search(r"extract_\.\.\. [━╸╺ ]{12} +\d+/1000000000 (rows|stopped) +[\d:]+ [\d:-]+", last)
+
+
 @pytest.mark.parametrize("options", [{"force_terminal": False}, {"_environ": {"TERM": "dumb"}}], ids=["file", "dumb"])
 def test_it_is_quiet_without_a_terminal(options: dict[str, Any]) -> None:
     console, before = _terminal(**options), threading.active_count()

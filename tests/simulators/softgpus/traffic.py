@@ -111,6 +111,40 @@ def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is(vectorize: Any) ->
     assert peaks.max() < 1.1 * peaks.min(), measured
 
 
+@pytest.mark.parametrize("vectorize", ["auto", False])
+def test_inside_a_function_loops_send_no_more_to_one_than_to_others(vectorize: Any) -> None:
+    mapper = on_gpus(scanning, vectorize=vectorize)
+    for call in (tf.function(lambda r: mapper(r)), of_any_length(mapper)):
+        to, back = sent(call)
+        assert to[0] == to[1]
+        assert back[0] == back[1] < 1.1 * shard
+
+
+@pytest.mark.parametrize(("home", "vectorize"), [("CPU:0", False), ("GPU:0", "auto")])
+def test_inside_a_function_loops_are_sent_a_variable_once(home: str, vectorize: Any) -> None:
+    """A step of training: forward and backward."""
+    with tf.device(home):
+        w = tf.Variable(tf.fill([16, 16], 0.01))
+
+    def states(row: Any) -> Any:
+        return tf.scan(lambda state, element: tf.tanh(tf.linalg.matvec(w, state) + element), row)
+
+    def step(rows: Any, mapped: Callable[[Any], Any]) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(mapped(rows) ** 2)
+        return tape.gradient(loss, w)
+
+    with tf.device("CPU:0"):
+        expected = tf.function(step)(rows, lambda rows: tf.map_fn(states, rows))
+    mapper = on_gpus(states, vectorize=vectorize)
+    call = tf.function(lambda rows: step(rows, mapper))
+    np.testing.assert_allclose(call(rows), expected, rtol=1e-3, atol=1e-5)
+    gpus.clear()
+    call(rows).numpy()
+    fetched = [copy for copy in gpus.copies() if copy.bytes == 16 * 16 * 4 and copy.receiver in GPUS]
+    assert 1 <= len(fetched) <= 3, fetched  # and the gradient goes through the first, as a function returns it
+
+
 DTYPES = "float32 float16 bfloat16 float64 complex64 int64 bool int32 int8 uint8 int16 uint16 uint32 uint64"
 
 
