@@ -10,7 +10,7 @@ CLIENTS_TENSORFLOW ?= 2.21.0
 TENSORFLOW_SOURCES ?= build/tensorflow-$(CLIENTS_TENSORFLOW)
 NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
 # The tests of the guarantees, which hold on the public names of TensorFlow alone.
-LAWS := $(addprefix tests/laws/test_,laws.py as_map_fn.py gradients.py random.py state.py streams.py balance.py reduce.py \
+LAWS := $(addprefix tests/laws/test_,laws.py gradients.py random.py state.py streams.py balance.py reduce.py \
 	training.py pipeline.py pipeline_losses.py) tests/_tensorflow
 VENV := .venv
 BIN := $(VENV)/bin

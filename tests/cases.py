@@ -51,13 +51,6 @@ def _steps(row: Any) -> Any:
     return {"row": row, "count": count}
 
 
-_inner = tf.function(lambda row: tf.cumsum(row) * 2)
-
-
-def _with_inner(row: Any) -> Any:
-    return _inner(row) + _inner(row + 1)
-
-
 def _python(row: Any) -> Any:
     return tf.ensure_shape(tf.py_function(lambda r: r.numpy()[::-1], [row], tf.float32), [3])
 
@@ -85,17 +78,10 @@ def _of_one(row: Any, scale: int = 2) -> Any:
     return row * scale
 
 
-class _Odd:
-    @functools.wraps(_of_two)
-    def method(self, row: Any) -> Any:
-        return row + 1
-
-    @classmethod
-    def of_class(cls, row: Any) -> Any:
-        return row + 2
-
-    def __call__(self, row: Any) -> Any:
-        return row + 3
+def _sparse_of_unknown_rank(row: Any) -> Any:
+    whole = tf.sparse.from_dense(row * 2)
+    parts = (whole.indices, whole.values, whole.dense_shape)
+    return tf.SparseTensor(*[tf.raw_ops.PlaceholderWithDefault(input=part, shape=None) for part in parts])
 
 
 def of_signatures(numbers: Any) -> list[Case]:
@@ -106,8 +92,6 @@ def of_signatures(numbers: Any) -> list[Case]:
         "ragged out": (tf.range, of_row),
         "ragged out, unknown shape": (lambda n: tf.range(n), tf.RaggedTensorSpec(dtype=tf.int32, ragged_rank=0)),
         "two ragged axes, unknown shape": (lambda n: tf.RaggedTensor.from_row_lengths(tf.range(n), [n]), deeper),
-        "list": (lambda n: [n, 2 * n], [tf.int32, tf.int32]),
-        "list of one": (lambda n: [n], [tf.int32]),
         "list of unlike results": (lambda n: [n, tf.range(n)], [tf.int32, of_row]),
         "lists in a nest": (
             lambda n: {"a": [n, (2 * n, [3 * n])], "b": n},
@@ -135,40 +119,28 @@ def cases() -> list[Case]:
     changing = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, -1.0)
     changing.insert(numbers, tf.cast(numbers, tf.float32) / 2)
     whole = tf.constant(random.integers(0, 3, [ROWS, 4]), tf.int32)
-    dense = tf.keras.layers.Dense(4, activation="tanh")
-    dense.build([None, 3])
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(2)])
     compiled = tf.function(lambda row: tf.linalg.matvec(variable, row, transpose_a=True), jit_compile=True)
     no_vectorizing = {"vectorize": False}
     return [
         Case("vectorised", lambda row: tf.sin(row) * 2, x),
         Case("mapped", lambda row: tf.cos(row) * 2, x, options=no_vectorizing),
-        Case("to a scalar", tf.reduce_sum, x),
-        Case("scalars", lambda n: n * n, numbers),
         Case("structure out", _structure, x),
         Case("tuple and dict in", _several, (x, {"n": numbers, "text": text})),
         Case("named tuple in", _point, Point(x, numbers)),
         Case("control flow", _steps, x),
-        Case("inner function", _with_inner, x),
         Case("py_function", _python, x),
         Case("strings", lambda s: tf.strings.join([s, "!"]), text),
         Case("complex and bool", lambda row: (tf.complex(row, row), row > 0), x),
-        Case("random, of no effect", lambda row: row + 0 * tf.random.normal([3]), x),
         Case("captured variable", lambda row: tf.linalg.matvec(variable, row, transpose_a=True), x),
         Case("gather_nd of a variable", lambda row: tf.gather_nd(variable, row[:2, None]), whole),
         Case("lookup table", lambda n: table.lookup(n + 1), numbers),
-        Case("Keras layer", dense, x, batched=True),
         Case("Keras model", lambda b: model(b, training=False), x, batched=True),
-        Case("batch", lambda b: (b * 2, tf.reduce_max(b, axis=1)), x, batched=True),
         Case("batch of several", lambda a, n: {"p": a * tf.cast(n, tf.float32)[:, None]}, (x, numbers), batched=True),
         Case("ragged in", lambda row: tf.reduce_sum(row), ragged, signature=tf.int32),
-        Case("ragged in and out", lambda row: row * 2, ragged),
         Case("ragged in and out, of int32 splits", lambda row: row * 2, ragged.with_row_splits_dtype(tf.int32)),
-        Case("ragged rows in", lambda row: tf.reduce_sum(row), deeper, signature=tf.int32),
-        Case("ragged batch", lambda b: b * 2, ragged, batched=True),
         Case("deeper ragged batch", lambda b: b + 1, deeper, batched=True),
         *of_signatures(tf.range(1, ROWS + 1)),
-        Case("sparse in", lambda row: tf.sparse.reduce_sum(row), sparse, signature=tf.int32),
         Case(
             "sparse in and out",
             lambda row: tf.sparse.expand_dims(row * 2, 0),
@@ -177,12 +149,13 @@ def cases() -> list[Case]:
             shape_known=False,
         ),
         Case("sparse batch", lambda b: b * 2, sparse, batched=True, shape_known=False),
-        Case("serialised", tf.io.serialize_tensor, x),
         Case("of unknown rank", lambda n: changing.lookup(n), numbers, shape_known=False),
-        Case("of unknown rank, two", lambda n: changing.lookup(tf.stack([n, -n])), numbers, shape_known=False),
-        Case("batch of unknown rank", changing.lookup, numbers, batched=True, shape_known=False),
         Case(
-            "sizes of sets", lambda row: tf.sets.size(tf.sets.union(row[None], row[None] + 1)), whole, shape_known=False
+            "sparse of unknown rank",
+            _sparse_of_unknown_rank,
+            x,
+            signature=tf.SparseTensorSpec(None, tf.float32),
+            shape_known=False,
         ),
         Case(
             "sets",
@@ -191,21 +164,9 @@ def cases() -> list[Case]:
             signature=tf.SparseTensorSpec([None, None], tf.int32),
             shape_known=False,
         ),
-        Case("a decorated function", _of_one, x),
         Case("a partial of a decorated function", functools.partial(_of_one, scale=3), x),
-        Case("a decorated method", _Odd().method, x),
-        Case("a class method", _Odd.of_class, x),
-        Case("an object", _Odd(), x),
         Case("compiled function of a variable", compiled, x),
-        Case("compiled", lambda row: tf.exp(-row) * row, x, options={"jit_compile": True}),
-        Case(
-            "compiled sparse batch",
-            lambda b: tf.sparse.to_dense(b)[:, 1],
-            sparse,
-            batched=True,
-            options={"jit_compile": True},
-        ),
-        Case("compiled batch", lambda b: tf.nn.softmax(b), x, batched=True, options={"jit_compile": True}),
+        Case("compiled", _steps, x, options={"jit_compile": True}),
     ]
 
 
@@ -215,7 +176,7 @@ _IN_CI = (
     "mapped", "structure out", "tuple and dict in", "named tuple in", "strings", "complex and bool", "captured variable",
     "Keras model", "batch of several", "ragged in and out, of int32 splits", "deeper ragged batch", "ragged out",
     "list of unlike results",
-    "sparse in and out", "sparse batch", "of unknown rank", "sets", "compiled",
+    "sparse in and out", "sparse batch", "of unknown rank", "sparse of unknown rank", "sets", "compiled",
 )  # fmt: skip
 IN_CI = [case for case in ALL if case.name in _IN_CI]
 """Each differs from the others in its function, data or results; the rest are like one of these in most respects."""

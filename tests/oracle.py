@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,17 +31,34 @@ def serial(fn: Any, data: Any, batched: bool, signature: Any = None) -> Any:
     return mapped(data)
 
 
-def one_by_one(fn: Any, rows: Any) -> Any:
-    """`fn` of each row in eager code, which traces nothing: where `fn` takes and returns one dense tensor."""
-    return tf.stack([fn(row) for row in rows])
+def one_by_one(fn: Any, data: Any) -> Any:
+    """`fn` of each row in eager code, which traces nothing: of dense leaves, of which a tuple is several arguments."""
+    rows = [tf.nest.map_structure(lambda leaf: leaf[i], data) for i in range(len(tf.nest.flatten(data)[0]))]
+    results = [tensors(fn(*row) if type(row) is tuple else fn(row)) for row in rows]
+    return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *results)
 
 
 def gradients_of(mapped: Any, *sources: Any) -> list[Any]:
-    """Gradients of the sum of squares of what `mapped` makes of the first source, by all sources; zeros where there is none."""
+    """Gradients of the sum of squares of what `mapped` makes of the first source, by all real leaves of the sources.
+
+    Zeros where there is none.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(sources) if leaf.dtype.is_floating]
     with tf.GradientTape() as tape:
-        tape.watch(sources)
-        total = tf.add_n([tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(mapped(sources[0]))])
-    return [*map(tf.convert_to_tensor, tape.gradient(total, sources, unconnected_gradients="zero"))]
+        tape.watch(leaves)
+        results = [leaf for leaf in tf.nest.flatten(mapped(sources[0])) if leaf.dtype.is_floating]
+        totals = [tf.reduce_sum(leaf**2) for leaf in results]
+    return [*map(tf.convert_to_tensor, tape.gradient(totals, leaves, unconnected_gradients="zero"))]
+
+
+def assert_one_by_one(mapped: Any, fn: Any, data: Any, *variables: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """What `mapped` returns are results of single rows, and so are gradients by rows and variables."""
+    alone = partial(one_by_one, fn)
+    results = mapped(data)
+    assert_same(results, alone(data), rtol=rtol, atol=atol)
+    if any(leaf.dtype.is_floating for leaf in tf.nest.flatten(results)):
+        got, wanted = (gradients_of(each, data, *variables) for each in (mapped, alone))
+        assert_same(got, wanted, rtol=rtol, atol=atol)
 
 
 def tensors(nest: Any) -> Any:

@@ -41,14 +41,11 @@ def _doubled_gradient(v: Any) -> Any:
 
 PURE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "sin": lambda v, k, seed: tf.sin(v),
-    "tanh": lambda v, k, seed: tf.tanh(v + 0.5),
     "softmax": lambda v, k, seed: tf.nn.softmax(v),
-    "silu": lambda v, k, seed: tf.nn.silu(v),
     "norm": lambda v, k, seed: v / (1.0 + tf.norm(v)),
     "cumsum": lambda v, k, seed: 0.3 * tf.cumsum(v),
     "roll": lambda v, k, seed: tf.concat([v[1:], v[:1]], 0),
     "reverse": lambda v, k, seed: v[::-1] * tf.constant([1.0, 0.5, -1.0]),
-    "pad": lambda v, k, seed: tf.pad(v[:2], [[1, 0]]),
     "slice at k": lambda v, k, seed: tf.ensure_shape(tf.concat([v, v], 0)[k : k + 3], [3]),
     "gather at k": lambda v, k, seed: v + tf.gather(v, k % 3),
     "scatter at k": lambda v, k, seed: tf.tensor_scatter_nd_update(v, [[k % 3]], [0.5]),
@@ -57,7 +54,6 @@ PURE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "constant": lambda v, k, seed: v * SHIFT,
     "variable": lambda v, k, seed: tf.linalg.matvec(MATRIX, v),
     "row of a variable": lambda v, k, seed: v + tf.gather(TABLE, k),
-    "slice of a variable": lambda v, k, seed: v * TABLE[1],
     "stop": lambda v, k, seed: v + tf.stop_gradient(tf.cos(v)),
     "custom gradient": lambda v, k, seed: _doubled_gradient(v),
     "random": lambda v, k, seed: v + 0.0 * tf.random.normal([3]),
@@ -67,12 +63,6 @@ PURE: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 WRITES = {"assign_add": _add, "assign": _average}
 STEPS = {**PURE, **WRITES}
-
-
-def _for(body: Any, v: Any, k: Any) -> Any:
-    for _ in tf.range(3):
-        v = body(v)
-    return v
 
 
 def _for_k(body: Any, v: Any, k: Any) -> Any:
@@ -113,7 +103,6 @@ def _gradient(body: Any, v: Any, k: Any) -> Any:
 
 
 BLOCKS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "for": _for,
     "for k": _for_k,
     "break at k": _break,
     "if": _if,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import keras
@@ -10,6 +12,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from devicemap import _tensorflow
 from devicemap._tensorflow import runtime, usable
 from devicemap._tensorflow.calls import begin_backward_on, prepare_gradient
 from devicemap._tensorflow.functions import (
@@ -32,6 +35,14 @@ from devicemap._tensorflow.runtime import allocator_bytes, colocate_with_inputs
 pytestmark = pytest.mark.private("what is tested here")
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+
+
+def test_every_name_exists() -> None:
+    modules = [import_module(f"devicemap._tensorflow.{found.name}") for found in iter_modules(_tensorflow.__path__)]
+    names = {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
+    private = {name: value for name, value in names.items() if isinstance(value, _tensorflow.Private)}
+    assert [name for name, value in private.items() if not value.is_available] == []
+    assert private
 
 
 def test_no_control_dependencies_are_added() -> None:

@@ -35,16 +35,8 @@ def loops(row: Any) -> Any:
     return total
 
 
-def nested(row: Any) -> Any:
-    def inner(x: Any) -> Any:
-        return tf.math.top_k(x, 2).values
-
-    return inner(row)
-
-
 def library(row: Any) -> Any:
-    mean = tf.nn.moments(row, 0)[0]
-    return mean, LAYER(row[None])
+    return LAYER(row[None])
 
 
 short = lambda row: tf.nn.l2_loss(row)
@@ -55,12 +47,9 @@ long = lambda row: tf.math.bessel_i0e(tf.math.bessel_i1e(tf.math.bessel_i0e(tf.m
     ("fn", "op_type", "text", "offset"),
     [
         (loops, "Less", "while tf.reduce_sum(total) < 10.0:", 2),
-        (loops, "Cumsum", "total = tf.math.cumsum(total)", 3),
         (loops, "Roll", "total = tf.roll(total, 1, 0)", 6),
         (loops, "StatelessIf", "if total[0] > 0:", 5),
-        (nested, "TopKV2", "return tf.math.top_k(x, 2).values", 2),
-        (library, "Mean", "mean = tf.nn.moments(row, 0)[0]", 1),
-        (library, "MatMul", "return mean, LAYER(row[None])", 2),
+        (library, "MatMul", "return LAYER(row[None])", 1),
         (short, "L2Loss", "short = lambda row: tf.nn.l2_loss(row)", 0),
         (long, "BesselI0e", "long = lambda row: tf.math.bessel_i0e(tf.math.bessel_i1e(...", 0),
     ],

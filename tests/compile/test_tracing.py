@@ -19,30 +19,24 @@ X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 TWO = ["CPU:1", "CPU:2"]
 
 
-def _counting() -> Counter:
-    return Counter(lambda row: row * 2)
-
-
 @pytest.mark.in_ci(2)
 @pytest.mark.parametrize("options", [{}, {"batched": True}, {"vectorize": False}, {"jit_compile": True}])
 def test_one_trace_whatever_comes(options: dict[str, Any], devices: list[str]) -> None:
     if "jit_compile" in options and devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
-    fn = _counting()
+    fn = Counter(lambda row: row * 2)
     mapper = devicemap.DeviceMap(fn, devices=devices, **options)
-    for rows in (20, 1, 7, 0, 2, 20):
-        np.testing.assert_allclose(mapper(X[:rows]), 2 * X[:rows])
-        np.testing.assert_allclose(mapper(X.numpy()[:rows]), 2 * X[:rows])
+    with ThreadPoolExecutor(8) as pool:
+        sizes = [1, 20, 3, 7, 0, 12, 2, 5] * 4
+        for size, y in zip(sizes, pool.map(lambda n: mapper(X[:n]), sizes)):
+            np.testing.assert_allclose(y, 2 * X[:size])
+    mapper(X.numpy()[:7])
     samples = tf.data.Dataset.from_tensor_slices(X)
     mapper(samples.batch(3) if options.get("batched") else samples)
     tf.function(lambda x: mapper(x))(X)
     with tf.GradientTape() as tape:
         tape.watch(X)
         mapper(X)
-    with ThreadPoolExecutor(8) as pool:
-        sizes = [1, 20, 3, 7, 0, 12, 2, 5] * 4
-        for size, y in zip(sizes, pool.map(lambda n: mapper(X[:n]), sizes)):
-            np.testing.assert_allclose(y, 2 * X[:size])
     assert fn.count == 1
 
 
@@ -56,16 +50,8 @@ def test_a_graph_is_inlined_and_its_ops_have_the_name_of_the_map(name: str, scop
     assert not any(function.attr["_noinline"].b for function in graph.library.function)
 
 
-def test_threads_share_the_first_trace() -> None:
-    fn = _counting()
-    mapper = devicemap.DeviceMap(fn, devices=TWO)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: mapper(X[:n]), range(20)))
-    assert fn.count == 1
-
-
 def test_a_new_dtype_rank_or_inner_shape_is_one_more() -> None:
-    fn = _counting()
+    fn = Counter(lambda row: row * 2)
     mapper = devicemap.DeviceMap(fn, devices=TWO)
     for data in (X, tf.cast(X, tf.int32), X[:, :2], X[:, :, None], X, X[:, :2]):
         mapper(data)
@@ -73,7 +59,7 @@ def test_a_new_dtype_rank_or_inner_shape_is_one_more() -> None:
 
 
 def test_parallel_map_remembers_its_function() -> None:
-    fn = _counting()
+    fn = Counter(lambda row: row * 2)
     for devices, traces in ((TWO, 1), (["CPU:1"], 2)):
         for rows in (20, 1, 20):
             devicemap.parallel_map(fn, X[:rows], devices=devices)
@@ -84,23 +70,11 @@ def test_parallel_map_remembers_its_function() -> None:
 
 
 FACTOR = 2.0
-TRACES = 0
-
-
-class Counts:
-    """Counts the traces of a method."""
-
-    count = 0
-
-    def of(self, row: Any) -> Any:
-        self.count += 1
-        return _times_factor(row)
+TRACES = Counter()
 
 
 def _global(row: Any) -> Any:
-    global TRACES
-    TRACES += 1
-    other = row
+    other = TRACES(row)
     return tf.map_fn(lambda each: _times_factor(each) + 0 * other[0], row)
 
 
@@ -108,41 +82,27 @@ def _times_factor(row: Any) -> Any:
     return row * FACTOR
 
 
-def _doubling(fn: Any) -> Any:
-    @wraps(fn)
-    def twice(row: Any) -> Any:
-        return fn(row) * (FACTOR / FACTOR)
-
-    return twice
+class _Method:
+    def of(self, row: Any) -> Any:
+        return _times_factor(TRACES(row))
 
 
 @pytest.mark.parametrize("kind", ["global", "nonlocal", "partial", "decorated", "method"])
 @pytest.mark.parametrize("number", [float, np.float32])
 def test_parallel_map_notices_other_numbers(kind: str, number: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    nonlocal_factor, counts, traces = 0.0, Counts(), TRACES
+    nonlocal_factor, traces, method = 0.0, TRACES.count, _Method()
     fn: Any = {
         "global": _global,
         "nonlocal": lambda row: row * nonlocal_factor,
         "partial": partial(lambda other, row: _times_factor(row), 0),
-        "decorated": _doubling(_times_factor),
-        "method": counts.of,
+        "decorated": wraps(_times_factor)(lambda row: _times_factor(row)),
+        "method": method.of,
     }[kind]
     for factor in (2.0, 2.0, 3.0, 3.0):
         nonlocal_factor = number(factor)
         monkeypatch.setattr(sys.modules[__name__], "FACTOR", nonlocal_factor)
         np.testing.assert_array_equal(devicemap.parallel_map(fn, X), factor * X)
-    assert TRACES - traces == (2 if kind == "global" else 0)
-    assert counts.count == (2 if kind == "method" else 0)
-
-
-def test_parallel_map_keeps_few_traces_for_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = _counting()
-    devicemap.parallel_map(first, X)
-    for factor in range(100):
-        monkeypatch.setattr(sys.modules[__name__], "FACTOR", float(factor))
-        devicemap.parallel_map(_times_factor, X[:1])
-    devicemap.parallel_map(first, X)
-    assert first.count == 1
+    assert TRACES.count - traces == (2 if kind in ("global", "method") else 0)
 
 
 def test_a_function_that_closes_over_the_users_graph() -> None:
@@ -168,23 +128,15 @@ def test_variables_made_on_first_call() -> None:
     np.testing.assert_allclose(mapper(X), X * [1.0, 2.0, 3.0])
     layer.weight.assign([0.0, 0.0, 1.0])
     np.testing.assert_allclose(mapper(X), X * [0.0, 0.0, 1.0])
-    model = tf.keras.Sequential([tf.keras.layers.Dense(4), tf.keras.layers.Dense(2)])  # not built
-    y = devicemap.parallel_map(model, X, batched=True, devices=TWO)
-    np.testing.assert_allclose(y, model(X), rtol=1e-5, atol=1e-5)
 
 
-def test_a_failed_conversion_leaves_no_trace_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    tf.get_logger().propagate = True
-    try:
-        traced(devicemap.DeviceMap(lambda s: tf.strings.length(s), devices=TWO), tf.constant(["abcd"]))
-    finally:
-        tf.get_logger().propagate = False
-    assert caplog.records == []
-
-
-def test_tf_map_fn_in_eager_code_does_not_convert_a_map(caplog: pytest.LogCaptureFixture) -> None:
+def test_conversions_leave_no_trace_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Autograph would take long, and log that it cannot convert some functions of the library."""
     mapper = devicemap.DeviceMap(lambda number: 2 * number, devices=TWO)
+    monkeypatch.setattr(tf.get_logger(), "propagate", True)
+    traced(devicemap.DeviceMap(lambda s: tf.strings.length(s), devices=TWO), tf.constant(["abcd"]))
     np.testing.assert_array_equal(tf.map_fn(mapper, X), 2 * X)
     assert caplog.records == []
     assert tf.get_logger().filters == []

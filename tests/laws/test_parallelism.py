@@ -79,16 +79,6 @@ def test_work_is_where_it_belongs() -> None:
     assert set(placements(graphs, "CheckNumerics")) == set(WORKERS)  # which is colocated with its input
 
 
-def test_a_variable_that_is_read_twice_is_read_on_each_device() -> None:
-    with tf.device("CPU:0"):
-        table = tf.Variable(tf.ones([21, 3]))
-    batches = devicemap.DeviceMap(
-        lambda b: tf.gather(table, tf.cast(b[:, 0], tf.int32)) + tf.reduce_sum(table), devices=WORKERS, batched=True
-    )
-    returned = [edge.sender for edge in edges(partitions(batches, X)) if edge.receiver == "CPU:0"]
-    assert sorted(returned) == WORKERS  # the results, and no indices
-
-
 def test_effects_happen_once_per_row_used_or_not(tmp_path: Path) -> None:
     seen: list[float] = []
     count = tf.Variable(0)
@@ -116,12 +106,3 @@ def test_effects_happen_once_per_row_used_or_not(tmp_path: Path) -> None:
             path.unlink()
     mapper(tf.data.Dataset.from_tensor_slices(X))
     assert len(seen) == int(count) == 7
-
-
-def test_prints_come_out(capfd: pytest.CaptureFixture[str]) -> None:
-    def fn(batch: Any) -> Any:
-        tf.print("rows:", tf.shape(batch)[0])
-        return batch
-
-    devicemap.parallel_map(fn, X, devices=WORKERS, batched=True)
-    assert sorted(capfd.readouterr().err.split()) == sorted(["rows:", "rows:", "rows:", "3", "2", "2"])

@@ -28,21 +28,16 @@ def test_python_that_calls_a_tf_function_finds_a_thread() -> None:
         def fn(row):
             return tf.ensure_shape(tf.py_function(lambda a: inner(a), [row], tf.float32), row.shape)
 
-        def taped(mapper, x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                rows = mapper(x)
-            assert np.any(tape.gradient(rows, x))
-            return rows
-
         x = tf.random.normal([24, 8], seed=2)
-        for count, options in (
-            (1, {}), (2, {}), (4, {"batched": True}), (4, {"batched": True, "batch_size": 5}),
-        ):
-            mapper = devicemap.DeviceMap(fn, devices=[f"CPU:{i}" for i in range(count)], **options)
-            for call in (mapper, lambda x: taped(mapper, x)) if options == {"batched": True} else (mapper,):
-                for _ in range(3):
-                    np.testing.assert_allclose(call(x), inner(x), rtol=1e-4, atol=1e-5)
+        for options in ({}, {"batched": True}, {"batched": True, "batch_size": 5}):
+            mapper = devicemap.DeviceMap(fn, devices="CPU", **options)
+            for _ in range(3):
+                np.testing.assert_allclose(mapper(x), inner(x), rtol=1e-4, atol=1e-5)
+            if options == {"batched": True}:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    rows = mapper(x)
+                assert np.any(tape.gradient(rows, x))
 
         mapper = devicemap.DeviceMap(fn, devices="CPU")
         advice = mapper.explain(x).advice
@@ -77,26 +72,14 @@ import devicemap
 devicemap.simulate_devices(3)
 x = tf.reshape(tf.range(10, dtype=tf.float32), [5, 2])
 ragged = tf.RaggedTensor.from_row_lengths(tf.range(6), [1, 2, 0, 3, 0])
-sparse = tf.sparse.from_dense(tf.reshape(tf.range(10), [5, 2]))
-def count(row):
-    steps = tf.zeros_like(row)
-    while row > 0.5:
-        row, steps = row / 2, steps + 1
-    return steps
 for options in ({"devices": ["CPU:0"]}, {"devices": ["CPU:2", "CPU:0"]}, {"batch_size": 2}):
     call = lambda fn, data, **more: devicemap.parallel_map(fn, data, **options, **more)
     for more in ({}, {"vectorize": False}, {"batched": True}):
         np.testing.assert_array_equal(call(lambda row: row + 1, x, **more), x + 1)
-    np.testing.assert_array_equal(call(count, x[:, 0]), [count(float(n)) for n in x[:, 0]])
     assert call(lambda row: row, ragged).to_list() == ragged.to_list()
-    dense = call(lambda row: tf.sparse.to_dense(row), sparse)
-    np.testing.assert_array_equal(dense, tf.sparse.to_dense(sparse))
-    for seed in (0, 2**31, 2**32 - 1):
-        seeds = call(lambda row, seed: seed, x, seed=seed)
-        assert seeds.dtype == tf.int32
-        assert seeds.numpy().view(np.uint32).tolist() == [[seed, row] for row in range(5)]
-    empty = call(lambda row: row, x[:0], seed=None)
-    assert empty.shape == [0, 2]
+    seeds = call(lambda row, seed: seed, x, seed=2**32 - 1)
+    assert seeds.numpy().view(np.uint32).tolist() == [[2**32 - 1, row] for row in range(5)]
+    assert call(lambda row: row, x[:0], seed=None).shape == [0, 2]
     dataset = tf.data.Dataset.from_tensor_slices(x)
     np.testing.assert_array_equal(call(lambda row, seed: row, dataset, seed=7), x)
     if "devices" in options:
@@ -108,7 +91,7 @@ for options in ({"devices": ["CPU:0"]}, {"devices": ["CPU:2", "CPU:0"]}, {"batch
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", [{}, {"dtype_conversion_mode": "all"}, {"dtype_conversion_mode": "safe"}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"dtype_conversion_mode": "safe"}], ids=str)
 def test_numpy_behaviour(mode: dict[str, str]) -> None:
     """It cannot be switched off again, so it needs a process of its own."""
     processes.run(_NUMPY_MODE, json.dumps(mode))

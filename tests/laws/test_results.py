@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 from stored import damage, query, write_chunks, write_nest
 
 from devicemap.data.rows import count_rows, spec_of, take_rows
@@ -20,7 +21,7 @@ from devicemap.store.database import DATABASE
 from devicemap.store.encoding import describe_nest
 from devicemap.store.results import Results, open_results
 
-NUMBERS = ["float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint64", "bool"]
+NUMBERS = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint64", "bool"]
 NUMBERS += ["complex64", "complex128"]
 Point = namedtuple("Point", "x y")
 
@@ -30,44 +31,22 @@ def _check_same(actual: Any, expected: Any) -> None:
     composite = isinstance(expected, tf.RaggedTensor | tf.SparseTensor)
     assert isinstance(actual, type(expected) if composite else np.ndarray)
     assert not composite or spec_of(actual) == spec_of(expected)
-    parts = [tf.nest.flatten(leaf, expand_composites=True) for leaf in (actual, expected)]
-    for one, other in zip(*parts, strict=True):
-        _check_same_array(np.asarray(one), other.numpy())
-
-
-def _check_same_array(actual: Any, expected: Any) -> None:
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    if actual.dtype == object:
-        assert actual.tolist() == expected.tolist()
-    else:
-        assert actual.tobytes() == expected.tobytes()
-
-
-def _dense(shape: Sequence[int], dtype: str, seed: int) -> Any:
-    """Any bits, NaNs among them."""
-    kind = tf.as_dtype(dtype)
-    random = np.random.default_rng(seed)
-    if kind == tf.bool:
-        return tf.constant(random.integers(0, 2, shape).astype(kind.as_numpy_dtype))
-    bits = random.integers(0, 256, (*shape, kind.size), np.uint8)
-    return tf.constant(bits.view(kind.as_numpy_dtype).reshape(shape), kind)
+    for one, other in zip(*(tf.nest.flatten(leaf, expand_composites=True) for leaf in (actual, expected)), strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tolist() == other.tolist() if one.dtype == object else one.tobytes() == other.tobytes()
 
 
 strings = st.binary(max_size=4) | st.sampled_from([b"", b"\0", b"a\0\0", b"\0a", "ä".encode()])
-shapes = st.lists(st.integers(0, 3), max_size=2).flatmap(
-    lambda inner: st.integers(0, 9).map(lambda rows: (rows, *inner))
-)
-numbers = st.builds(_dense, shapes, st.sampled_from(NUMBERS), st.integers(0, 99))
-texts = shapes.flatmap(
-    lambda shape: st.lists(strings, min_size=int(np.prod(shape)), max_size=int(np.prod(shape))).map(
-        lambda values: tf.reshape(tf.constant(values, tf.string, [len(values)]), shape)
-    )
-)
+shapes = array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=6)
+numbers = st.sampled_from(NUMBERS).flatmap(lambda dtype: arrays(dtype, shapes)).map(tf.constant)
+texts = arrays(object, shapes, elements=strings).map(lambda values: tf.constant(values, tf.string))
+halves = arrays("uint16", shapes).map(lambda bits: tf.bitcast(bits, tf.bfloat16))
 
 
 def _ragged(rows: list[list[int]], dtype: str, inner: list[int], splits: str, deeper: bool) -> Any:
     shape = [sum(map(len, rows)), *inner]
-    values = tf.fill(shape, b"a\0") if dtype == "string" else _dense(shape, dtype, 0)
+    values = tf.fill(shape, b"a\0") if dtype == "string" else tf.cast(tf.random.stateless_normal(shape, [0, 1]), dtype)
     ragged = tf.RaggedTensor.from_row_lengths(values, tf.constant([len(row) for row in rows], splits))
     if deeper:  # each row is one row of rows
         ragged = tf.RaggedTensor.from_row_splits(ragged, tf.range(len(rows) + 1, dtype=splits))
@@ -82,15 +61,10 @@ raggeds = st.builds(
     st.sampled_from(["int32", "int64"]),
     st.booleans(),
 )
-sparses = st.builds(
-    lambda rows, columns, seed: tf.sparse.from_dense(
-        np.random.default_rng(seed).integers(0, 2, (rows, columns)) * np.arange(1, columns + 1)
-    ),
-    st.integers(0, 6),
-    st.integers(0, 3),
-    st.integers(0, 99),
+sparses = arrays("int64", array_shapes(min_dims=2, max_dims=2, min_side=0), elements=st.integers(0, 2)).map(
+    tf.sparse.from_dense
 )
-leaves = numbers | texts | raggeds | sparses
+leaves = numbers | halves | texts | raggeds | sparses
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,22 +77,14 @@ def test_any_part_of_any_chunks(tmp_path_factory: pytest.TempPathFactory, leaf: 
     write_nest(directory, {"it": leaf}, sizes)
     results = open_results(directory)
     assert len(results) == rows
-    if not rows:  # only the spec is known
-        assert results.load()["it"].shape[0] == 0
-        return
+    assert results.complete
     _check_same(results.load()["it"], leaf)
     start, stop = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
-    if start < stop:
-        _check_same(results[start:stop]["it"], take_rows(leaf, start, stop))
-    assert int(count_rows(_tensor(results[start:stop]["it"]))) == stop - start
+    _check_same(results[start:stop]["it"], take_rows(leaf, start, stop))
     chunks = list(results)
-    assert [int(count_rows(_tensor(chunk["it"]))) for chunk in chunks] == sizes
+    assert len(chunks) == len(sizes)
     for chunk, first, size in zip(chunks, [0, *cuts], sizes):
         _check_same(chunk["it"], take_rows(leaf, first, first + size))
-
-
-def _tensor(leaf: Any) -> Any:
-    return tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _nest() -> Any:
@@ -146,9 +112,7 @@ def written(tmp_path: Path) -> Path:
 def test_structure_and_dataset(written: Path) -> None:
     results = open_results(written)
     loaded = results.load()
-    assert list(loaded) == ["more", "point", "ragged", "sparse"]
-    assert type(loaded["point"]).__name__ == "Point"
-    assert loaded["point"]._fields == ("x", "y")
+    assert (type(loaded["point"]).__name__, loaded["point"]._fields) == ("Point", ("x", "y"))
     assert loaded["more"][0].tolist() == [b"%d" % i for i in range(7)]
     assert tf.nest.flatten(results.structure) == tf.nest.flatten(tf.nest.map_structure(spec_of, _nest()))
     assert type(next(iter(results))["point"]) is type(loaded["point"])
@@ -159,12 +123,8 @@ def test_structure_and_dataset(written: Path) -> None:
     for _ in range(2):  # it can be read again
         assert [int(element["point"].x.shape[0]) for element in dataset] == SIZES
         for element, chunk in zip(dataset, results):
-            for actual, expected in zip(tf.nest.flatten(element), tf.nest.flatten(chunk)):
-                if isinstance(expected, np.ndarray):
-                    _check_same_array(actual.numpy(), expected)
-                else:
-                    _check_same(actual, expected)
-    assert [row["point"].x.numpy() for row in dataset.unbatch()] == list(range(7))
+            for one, other in zip(tf.nest.flatten(element), tf.nest.flatten(chunk)):
+                _check_same(one.numpy() if isinstance(one, tf.Tensor) else one, other)
 
 
 def test_slices(written: Path) -> None:
@@ -200,7 +160,6 @@ def _write_some(directory: Path, rows: int | None, starts: Sequence[int] = (0, 4
     [
         (9, (0, 4), [(2, 4), (6, 9)], "rows 2 to 3, 6 to 8"),
         (None, (0, 4), [(2, 4), (6, None)], "rows 2 to 3, from 6 on"),
-        (None, (0, 2), [(4, None)], "rows from 4 on"),
         (
             *(22, range(0, 20, 3), [(2, 3), (5, 6), (8, 9), (11, 12), (14, 15), (17, 18), (20, 22)]),
             "rows 2 to 2, 5 to 5, 8 to 8, 11 to 11, 14 to 14 and 2 more ranges",
@@ -221,8 +180,6 @@ def test_missing_rows(tmp_path: Path, rows: Any, starts: Sequence[int], missing:
     for read in readers:
         with pytest.raises(MissingRowsError, match=message):
             read()
-    if rows:
-        assert len(results) == rows
     with pytest.raises(MissingRowsError, match=r"rows .* are missing"):
         results[first + 1 : second + 4]
     chunks = iter(results)
@@ -230,20 +187,6 @@ def test_missing_rows(tmp_path: Path, rows: Any, starts: Sequence[int], missing:
     assert found == list(range(missing[0][0]))
     with pytest.raises(MissingRowsError, match=r"rows .* are missing"):  # also at the end, if that is unknown
         next(chunks)
-
-
-def test_no_rows(tmp_path: Path) -> None:
-    nest = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 0), _nest(), expand_composites=False)
-    write_nest(tmp_path, nest, [])
-    results = open_results(tmp_path)
-    assert (len(results), list(results), results.complete) == (0, [], True)
-    loaded = results.load()
-    assert loaded["more"][1]["k"].shape == (0, 2)
-    assert loaded["more"][0].dtype == object
-    assert loaded["point"].y.dtype == tf.bfloat16.as_numpy_dtype
-    assert loaded["ragged"].shape.as_list() == [0, None]
-    assert loaded["sparse"].dense_shape.numpy().tolist() == [0, 3]
-    assert list(results.as_dataset()) == []
 
 
 def test_uneven_inner_shapes(tmp_path: Path) -> None:
