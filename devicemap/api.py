@@ -20,7 +20,6 @@ import tensorflow as tf
 from devicemap.compile.program import Program, ProgramCache
 from devicemap.compile.reduction import Reduction
 from devicemap.data.streams import as_dataset
-from devicemap.data.structure import as_nodes, as_objects, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
 from devicemap.inspect.plan import Plan
@@ -243,19 +242,7 @@ class DeviceMap:
             >>> [n.item() for n in dataset.unbatch().as_numpy_iterator()]
             [0, 1, 4, 9, 16]
         """
-        spec, count = self._mapper.shape_of_stream(data)
-        spec = tuples_for_lists(spec)
-
-        def leaves() -> Iterator[Any]:  # Dataset.from_generator accepts only tuples and dicts as structure
-            return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
-
-        dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
-
-        @tf.autograph.experimental.do_not_convert
-        def packed(*leaves: Any) -> Any:
-            return as_objects(tf.nest.pack_sequence_as(spec, leaves))
-
-        return dataset.map(packed)
+        return as_dataset(partial(self.stream, data), *self._mapper.shape_of_stream(data))
 
     @property
     def report(self) -> Report | None:

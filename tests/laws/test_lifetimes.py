@@ -233,8 +233,7 @@ USES: dict[str, tuple[Callable[[Any], Any], int]] = {
 }
 
 
-@pytest.mark.in_ci(2)
-@pytest.mark.parametrize("use", [pytest.param(u, marks=[pytest.mark.nightly] * (u == "tf.function")) for u in USES])
+@pytest.mark.parametrize("use", USES)
 def test_a_dataset_keeps_its_mapper_and_nothing_does_after_it(use: str) -> None:
     make, rows = USES[use]
 
