@@ -1,7 +1,8 @@
 """The public functions, and how data flows through them.
 
-DeviceMap(fn, **options) ──> Program            checks the options, chooses devices, traces fn once per structure of data
-mapper(data)             ──> Mapper.run         one graph for all devices, or chunks for idle devices (`run/mapper.py`)
+DeviceMap(fn, **options) ──> Program            checks the options, and chooses devices
+mapper(data)             ──> Mapper.run         traces fn once per structure of data; one graph for all devices, or chunks for
+                                                idle devices (`run/mapper.py`)
 mapper.stream(data)      ──> Mapper.stream      chunks as they finish, in order
 mapper.write(data, dir)  ──> store.write        chunks to disk
 mapper.explain(data)     ──> explain_call       the plan of a call, without running it
@@ -122,7 +123,7 @@ def parallel_map(
         deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, on_error=on_error,
         progress=progress, name=name, **unknown,
     )  # fmt: skip
-    return _map_of_last_calls(fn, options)(data, *others)
+    return _cached_map(fn, options)(data, *others)
 
 
 def parallel_reduce(
@@ -159,7 +160,7 @@ def parallel_reduce(
         >>> int(parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max"))
         9
     """
-    return _map_of_last_calls(fn, options).reduce(data, reducer, directory)
+    return _cached_map(fn, options).reduce(data, reducer, directory)
 
 
 class DeviceMap:
@@ -174,9 +175,9 @@ class DeviceMap:
     """
 
     def __init__(self, fn: Callable[..., Any], **options: Any):
-        self._take(Program(fn, options))
+        self._bind(Program(fn, options))
 
-    def _take(self, program: Program, warns_of_rows: bool = False) -> None:
+    def _bind(self, program: Program, warns_of_rows: bool = False) -> None:
         self._program = program
         self._observers = Observers(program, warns_of_rows)
         self._mapper = Mapper(program, self._observers)
@@ -364,12 +365,12 @@ class DeviceMap:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"
 
 
-_remembered = ProgramCache()
+_programs = ProgramCache()
 
 
 @tf.autograph.experimental.do_not_convert
-def _map_of_last_calls(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
+def _cached_map(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
     """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)
-    mapper._take(_remembered.program_of(fn, options), warns_of_rows=True)
+    mapper._bind(_programs.program_of(fn, options), warns_of_rows=True)
     return mapper

@@ -140,7 +140,7 @@ def exports_control_outputs() -> bool:
 
 
 @with_fallback(lambda: False, _control_flow_util)
-def compiled_as_a_part() -> bool:
+def in_xla_context() -> bool:
     """Whether XLA compiles the function being traced, or a function around it.
 
     XLA refuses copies of variables on other devices (test_what_is_compiled_with_all_around_it). The fallback has no copies.
@@ -181,7 +181,7 @@ def reachable(start: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Graphs that `traced_graphs` found. Later traces in `tracing_again` with the same key share them."""
+"""Graphs that `traced_graphs` found. Later traces in `retracing` with the same key share them."""
 
 
 def traced_graphs(graph: Any) -> list[Any]:
@@ -209,7 +209,7 @@ def last_set_seed() -> Any:
 
 
 @cache
-def _tracing_again() -> Callable[[], Any]:
+def _retracing() -> Callable[[], Any]:
     context: Any = _control_flow.XLAControlFlowContext
 
     class TracingAgain(context):
@@ -239,14 +239,14 @@ _contexts: dict[Hashable, Any] = {}
 
 @with_fallback(contextlib.nullcontext, _control_flow)
 @contextlib.contextmanager
-def tracing_again(key: Hashable) -> Iterator[None]:
+def retracing(key: Hashable) -> Iterator[None]:
     """Return a context in which the `tf.function`s that the graph being traced calls are traced again, once per `key`.
 
     A trace contains the seeds of its random ops. They are not part of the keys of a `tf.function`'s trace cache, but the
     identity of an XLA context is. In the fallback, functions keep their seeds, which `CompiledMap.keeps_seeds` states.
     """
     # Never removed, because a later context must not get the same id.
-    enclosing = _contexts.setdefault(key, _tracing_again()())
+    enclosing = _contexts.setdefault(key, _retracing()())
     enclosing.Enter()
     try:
         yield

@@ -48,7 +48,7 @@ def fan_out(value: Any, count: int, lookups: Lookups = Lookups.NONE) -> list[Any
 
 @with_fallback(lambda values, _: list(values), _registry, _operations, _handle_data)
 def gradients_through(values: Sequence[Any], change: Callable[..., Sequence[Any]]) -> list[Any]:
-    """Return values whose gradients are those that `change` returns for theirs, on the current device."""
+    """Return copies. `change` maps their gradients to those of the values, on the current device."""
     with _unrecorded():
         copies = tf.raw_ops.IdentityN(input=values)
     for value, copy in zip(values, copies):
@@ -68,7 +68,7 @@ def gradients_through(values: Sequence[Any], change: Callable[..., Sequence[Any]
 
 
 class GradientPaths:
-    """The inputs of a call that get gradients, by the results that have one.
+    """Decides which inputs of a call get gradients, by the results that have one.
 
     TensorFlow's gradient of a function call has zeros for inputs on which only other results depend. With zeros, optimizers
     with a momentum update a variable; without a gradient, they do not (`InTurn` in tests/steps.py). In the fallback, and in a
@@ -111,7 +111,7 @@ class GradientPaths:
         self._used.add(i)
         return [upstream]
 
-    def reach(self, source: Any) -> bool:
+    def gets_gradient(self, source: Any) -> bool:
         """Return whether an input gets a gradient, after those of all results are noted."""
         self._finished = True
         return not self.differ or self._all or any(source in self._sources[i] for i in self._used)
@@ -119,9 +119,9 @@ class GradientPaths:
     def track(self, tensor: Any, source: Any) -> Any:
         """Return a tensor or a handle, which gets a gradient if it reaches the input `source`."""
         with tf.device(tensor.device):
-            return gradients_through([tensor], lambda upstream: [upstream if self.reach(source) else None])[0]
+            return gradients_through([tensor], lambda upstream: [upstream if self.gets_gradient(source) else None])[0]
 
-    def limit(self, concrete: Any, op: Any) -> None:
+    def prune(self, concrete: Any, op: Any) -> None:
         """Limit the gradients of an op in the graph being traced, which calls a function of `begin_backward_on`, to its paths.
 
         The op takes the handles of variables themselves: automatic control dependencies order its reads by them
@@ -133,7 +133,8 @@ class GradientPaths:
         def limited(differentiate: Callable[..., Sequence[Any]], upstream: Sequence[Any]) -> list[Any]:
             found = differentiate(*upstream)
             return [
-                gradient if key not in self.inputs or self.reach(key) else None for key, gradient in zip(keys, found)
+                gradient if key not in self.inputs or self.gets_gradient(key) else None
+                for key, gradient in zip(keys, found)
             ]
 
         op.on_gradient = limited

@@ -128,7 +128,7 @@ def _diverging_loop(given: Any, varying: set[int]) -> list[Any]:
     lists = {i: StackedList(each) for i, each in given_lists.items() if i in carried}
     count = given.pfor.loop_len_vector[0]
 
-    def part(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
+    def retire_rows(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
         """Return the rows that remain, their values, and `finished` with those of the rows that leave."""
         keeps_running = tf.reshape(as_stacked(variables.condition(values, rows), [tf.size(rows)]), [-1])
 
@@ -157,7 +157,7 @@ def _diverging_loop(given: Any, varying: set[int]) -> list[Any]:
 
     def step(*state: Any) -> list[Any]:
         rows, values, finished = unpacked(state)
-        return part(rows, values | variables.step(values, rows), finished)
+        return retire_rows(rows, values | variables.step(values, rows), finished)
 
     arrays = {_ROWS: _array(tf.int32, [])} | {
         i: _array(lists[i].dtype, [None, *lists[i].shape])
@@ -165,7 +165,7 @@ def _diverging_loop(given: Any, varying: set[int]) -> list[Any]:
         else _array(graph.inputs[i].dtype, variables.shapes[i][int(stacked[i]) :])
         for i in changing
     }
-    begun = part(tf.range(count), dict(zip(carried, variables.started(carried))), arrays)
+    begun = retire_rows(tf.range(count), dict(zip(carried, variables.started(carried))), arrays)
     shapes = [tf.TensorShape([None]), *(variables.shapes[i] for i in carried), *[tf.TensorShape([])] * len(arrays)]
     _, _, finished = unpacked(variables.run(lambda rows, *_: tf.size(rows) > 0, step, begun, shapes))
     results, order = variables.wrapped({}), finished.pop(_ROWS).concat()
@@ -210,14 +210,14 @@ def _keeps_lengths(given: Any) -> bool:
         return True
     body = _body_of(given)
     for each in graphs_within(body):
-        if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
+        if any(output.op.type in _LIST_CREATORS for output in each.outputs):
             return False
-        if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):
+        if any(op.type in _LIST_RESIZERS or _resizes(op) for op in each.get_operations()):
             return False
     return True
 
 
-_OF_NEW_LISTS = {
+_LIST_CREATORS = {
     "EmptyTensorList",
     "TensorListFromTensor",
     "TensorListReserve",
@@ -226,7 +226,7 @@ _OF_NEW_LISTS = {
 }
 """Types of ops that make a list, whose length a body that returns it does not keep."""
 
-_OF_LENGTHS = {
+_LIST_RESIZERS = {
     "TensorListConcatLists",
     "TensorListPopBack",
     "TensorListPushBack",
@@ -256,9 +256,9 @@ def _dependent_tensors(graph: Any, inputs: Iterable[int]) -> set[str]:
     """Return the names of the tensors in a function's graph whose values depend on these inputs."""
     reached = {graph.inputs[i].name for i in inputs}
     for op in graph.get_operations():
-        if op.type not in _OF_SHAPES and any(tensor.name in reached for tensor in op.inputs):
+        if op.type not in _SHAPE_OPS and any(tensor.name in reached for tensor in op.inputs):
             reached |= {result.name for result in op.outputs}
     return reached
 
 
-_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}
+_SHAPE_OPS = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}

@@ -115,7 +115,7 @@ class Audit:
         return Treatment.ORDERED in self.treatments
 
     @property
-    def acts(self) -> bool:
+    def has_side_effects(self) -> bool:
         """Whether it has side effects."""
         return bool(self.effects) or self.writes
 

@@ -10,7 +10,7 @@ ANY_ORDER = 2
 
 
 class Engine(Enum):
-    """The engine that runs a graph. One graph has three forms, by its caller."""
+    """How a graph is called: in three ways by the graph engine, in one by the chunk engine."""
 
     GRAPH = "one graph, called from eager code"
     INLINE = "one graph, as a part of the user's tf.function"
@@ -27,7 +27,7 @@ class CallSpec:
 
     engine: Engine = Engine.GRAPH
 
-    gradients: int = 0
+    gradient_order: int = 0
     """The highest order of gradients that tapes may request, at most `ANY_ORDER`."""
 
     empty_shards: bool = False
@@ -37,14 +37,14 @@ class CallSpec:
     """Whether a shard is known to have one row, or is the only one, whose number of rows Grappler knows."""
 
     @classmethod
-    def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradients: int = 0, **rest: bool) -> CallSpec:
+    def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradient_order: int = 0, **rest: bool) -> CallSpec:
         """Return the spec of a graph with a shard for each of the first slots."""
-        return cls(tuple(range(shards)), engine, gradients, **rest)
+        return cls(tuple(range(shards)), engine, gradient_order, **rest)
 
     @property
     def differentiable(self) -> bool:
         """Whether gradients go through the graph."""
-        return self.gradients > 0
+        return self.gradient_order > 0
 
     @property
     def is_inside(self) -> bool:

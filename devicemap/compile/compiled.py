@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
-from devicemap._tensorflow.functions import compiled_as_a_part
+from devicemap._tensorflow.functions import in_xla_context
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.compile.audit import is_steady
 from devicemap.compile.call_spec import CallSpec, Engine
@@ -90,7 +90,7 @@ class CompiledMap:
         if seeded and spec.is_inside:
             with self._lock:
                 return self._build(spec)
-        key = spec if seeded else replace(spec, gradients=min(spec.gradients, 1))
+        key = spec if seeded else replace(spec, gradient_order=min(spec.gradient_order, 1))
         graph = self._graphs.get(key)
         if graph is None:
             with self._lock:
@@ -102,7 +102,7 @@ class CompiledMap:
     def engine_inside(self) -> Engine:
         """Return the engine of a call in the function that is being traced."""
         vectorized = "loop_body" in tf.get_current_name_scope().split("/")  # of tf.vectorized_map
-        return Engine.REWRITTEN if in_fn.get() or compiled_as_a_part() or vectorized else Engine.INLINE
+        return Engine.REWRITTEN if in_fn.get() or in_xla_context() or vectorized else Engine.INLINE
 
     @cached_property
     def may_use_chunks(self) -> bool:
@@ -115,12 +115,12 @@ class CompiledMap:
         audit = self.traced.audit
         return (
             kind_of(self._output_device) == "CPU"
-            and not (audit.ordered or audit.fixed_seeds or audit.advances_seed or self.traced.with_xla)
+            and not (audit.ordered or audit.fixed_seeds or audit.advances_seed or self.traced.xla_variant)
             and not ops_are_deterministic()
         )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
-        """Return the highest order of gradients that tapes may request of a call in eager code, as in `CallSpec.gradients`."""
+        """Return the highest order of gradients that tapes may request of an eager call, as in `CallSpec.gradient_order`."""
         return order_of_gradients(self.traced.concrete, [*self.flat(leaves), *self.traced.captures])
 
     @property
@@ -134,13 +134,13 @@ class CompiledMap:
         settle(self._remote_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
-    def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
+    def run_taped(self, graph: Any, arguments: Sequence[Any], gradient_order: int) -> Any:
         """Call a graph and let the tapes of this thread record the call. Ctrl-C takes effect when the call ends.
 
         TensorFlow builds the forward and backward functions of a tape in the first such call, which is not thread-safe.
         """
         settle(self._remote_devices)
-        if (graph, gradients) in self._taped:
+        if (graph, gradient_order) in self._taped:
             return graph(*arguments)
         with self._taping:
             try:
@@ -156,7 +156,7 @@ class CompiledMap:
                     f"the gradient of fn could not be built{advice}: {type(error).__name__}: {error}", error
                 ) from error
             outputs = graph(*arguments)
-            self._taped.add((graph, gradients))
+            self._taped.add((graph, gradient_order))
             return outputs
 
     def take_traces(self) -> int:
@@ -258,8 +258,8 @@ class CompiledMap:
         """
         variant = traced.for_gradients(spec.differentiable)
         needs_variants = spec.differentiable and variant.audit.gradient_needs_variants
-        if variant.with_xla and not needs_variants and self._replicas_for(spec).are_local:
-            return variant.with_xla
+        if variant.xla_variant and not needs_variants and self._replicas_for(spec).are_local:
+            return variant.xla_variant
         return variant
 
     def _new_trace(self, stream: Stream | None) -> Traced:

@@ -60,7 +60,7 @@ class CallGraphBuilder:
         return self.traces[0]
 
     @property
-    def reads(self) -> bool:
+    def uses_resources(self) -> bool:
         """Whether `fn` reads variables, which the user's function may assign after the call."""
         return any(capture.dtype == tf.resource for capture in self.traced.captures)
 
@@ -79,8 +79,8 @@ class CallGraphBuilder:
         # Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
         # edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are).
         trains = self.traced.own_rows and not audit.effects
-        would_be_chained = audit.acts and not trains
-        reads_too_late = self.reads and not exports_control_outputs()
+        would_be_chained = audit.has_side_effects and not trains
+        reads_too_late = self.uses_resources and not exports_control_outputs()
         return would_be_folded or would_be_chained or reads_too_late
 
     @property
@@ -99,8 +99,8 @@ class CallGraphBuilder:
 
         Returns:
             A `ConcreteFunction`: `(handles of replicas, *leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
-            `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`. The returned
-            rows are int64 `[shards]` per leaf. `end_times` is empty, or one float64 tensor `[shards]` of seconds since the
+            `(sizes, *leaves) -> (result leaves, row counts, end times)`. `sizes` is int32 `[shards]`. Row counts are
+            int64 `[shards]` per leaf. End times are empty, or one float64 tensor `[shards]` of seconds since the
             epoch.
         """
         attributes = NO_AUTO_CONTROL_DEPS_NOINLINE if self.is_noinline else NO_AUTO_CONTROL_DEPS
@@ -123,17 +123,17 @@ class CallGraphBuilder:
             size_of = tf.unstack(sizes, shards)
         results: list[list[Any]] = []
         for i, slot in enumerate(self.spec.slots):
-            after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
+            control_inputs = ops_of(results[-1]) if self.traced.audit.ordered and results else []
             with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
                 # Outside of the branch of tf.cond, because the gradient of a loop could not read captures inside.
                 captures, assigned = self.replicas.create(slot, values)
             run = partial(self._run_shard, slot, self.traces[i], cut[i], captures)
             if self.spec.empty_shards:
-                with tf.device(self.slots[slot]), tf.control_dependencies(after):
+                with tf.device(self.slots[slot]), tf.control_dependencies(control_inputs):
                     results.append(tf.cond(size_of[i] > 0, partial(run, assigned), self.traced.no_rows))
             else:
-                results.append(run([*after, *assigned]))
-        acting = [op for part in results for op in ops_of(part)] if self.traced.audit.acts else []
+                results.append(run([*control_inputs, *assigned]))
+        acting = [op for part in results for op in ops_of(part)] if self.traced.audit.has_side_effects else []
         ends = []
         if self.records_end_times and self.returns_early:
             ends = [completion_ops(self.slots[slot], part) for slot, part in zip(self.spec.slots, results)]
@@ -144,7 +144,7 @@ class CallGraphBuilder:
             results = [copy_leaves(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
-            if self.traced.audit.acts or self.reads:  # the results depend on all reads
+            if self.traced.audit.has_side_effects or self.uses_resources:  # the results depend on all reads
                 joined = add_control_outputs(acting, joined)
         with tf.device(HOST if self.returns_early else self.output_device):
             end_times = [completion_times(ends)] if self.records_end_times else []
@@ -177,29 +177,29 @@ class CallGraphBuilder:
             ended = completion_ops(self.slots[slot], results) if self.returns_early else []
         with tf.device(self.output_device):
             copies = copy_leaves(results)
-            must = [*ended, *(ops_of(results) if self.traced.audit.acts else ())]
-            return add_control_outputs(must, copies) if must else copies
+            control_ops = [*ended, *(ops_of(results) if self.traced.audit.has_side_effects else ())]
+            return add_control_outputs(control_ops, copies) if control_ops else copies
 
     def _run_shard(
-        self, slot: int, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any]
+        self, slot: int, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], control_inputs: Sequence[Any]
     ) -> list[Any]:
-        """Run a shard on a slot. The call waits for the ops `after`."""
+        """Run a shard on a slot. The call waits for the ops `control_inputs`."""
         with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
-            results = self._call(traced, shard, captures, after)
+            results = self._call(traced, shard, captures, control_inputs)
             if self.spec.differentiable:
                 differentiate_in_place(ops_of(results))
             return results
 
     def _call(
-        self, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any] = ()
+        self, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], control_inputs: Sequence[Any] = ()
     ) -> list[Any]:
-        """Call a trace on the current device. `captures` are by the `Tensor.ref()` of the captures that they replace."""
+        """Call a trace on the current device. `captures` maps the `Tensor.ref()` of captures to replacements."""
         # Without a copy, ops that are colocated with their input (those of tf.debugging) would run on the device that cut the
         # shard, and constants would wait for that device (test_work_is_where_it_belongs).
         shard = copy_leaves(list(shard))
         function = with_captures(traced.concrete, captures)
         # Only around the call, because Grappler drops control edges that the inputs of the call already have.
-        with tf.control_dependencies(after), contextlib.ExitStack() as scopes:
+        with tf.control_dependencies(control_inputs), contextlib.ExitStack() as scopes:
             first = ops_of(shard)[0]
             if self.spec.differentiable and all(tensor.device == first.device for tensor in function.captured_inputs):
                 # Otherwise, the placer puts the TensorLists that a loop keeps for its gradient on the first device

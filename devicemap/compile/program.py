@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import compiled_as_a_part
+from devicemap._tensorflow.functions import in_xla_context
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.python_values import plain_values
 from devicemap.compile.random import row_seeds
@@ -51,7 +51,7 @@ _KEPT_REDUCTIONS = 16
 _COMPILED = "_devicemap_compiled"
 """Attribute of a graph that is being built: the compiled maps of each program that belong to the graph."""
 
-_MOST = 64
+_MAX_PROGRAMS = 64
 """The largest number of kept programs. The least recently used program is dropped first."""
 
 _MOST_VARIANTS = 4
@@ -102,7 +102,7 @@ class Program:
 
     def may_repeat(self, compiled: CompiledMap) -> bool:
         """Whether any row may run again by itself. `fn` must take one row and have no side effects."""
-        return not (self.options.batched or compiled.traced.audit.acts)
+        return not (self.options.batched or compiled.traced.audit.has_side_effects)
 
     def reducing(self, reduction: Reduction) -> Program:
         """Return the program with its results reduced. Both programs share their compiled maps."""
@@ -117,8 +117,8 @@ class Program:
         of_data = data.key if isinstance(data, Rows) else structure_key(data.specs)
         # XLA cannot compile loops and branches that TensorFlow changed for a gradient. So functions that it compiles have a
         # trace of their own (test_what_xla_compiles_after_gradients).
-        within_xla = not tf.executing_eagerly() and compiled_as_a_part()
-        key = None if self.reduction is None else self.reduction.key, (of_data, within_xla)
+        within_xla = not tf.executing_eagerly() and in_xla_context()
+        key = (None if self.reduction is None else self.reduction.key), (of_data, within_xla)
         compiled = self._compiled.get(key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(key)
@@ -232,9 +232,9 @@ class ProgramCache:
     registries keep the functions of `tf.py_function` and `tf.custom_gradient` forever, so the number of programs is limited.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
-        self._kept: OrderedDict[Any, _Kept] = OrderedDict()
+    def __init__(self, maxsize: int = _MAX_PROGRAMS) -> None:
+        self._most = maxsize
+        self._kept: OrderedDict[Any, _CacheEntry] = OrderedDict()
         self._lock = threading.Lock()
 
     def program_of(self, fn: Callable[..., Any], options: dict[str, Any]) -> Program:
@@ -263,7 +263,7 @@ class ProgramCache:
                     del self._kept[dropped]
                 for older in [other for other in self._kept if other[0] == of_fn][: 1 - _MOST_VARIANTS]:
                     self._kept.pop(older).drop()
-                self._kept[key] = _Kept(program.of(_provided_by_calls, False), (*parts, *in_place))
+                self._kept[key] = _CacheEntry(program.of(_provided_by_calls, False), (*parts, *in_place))
             else:
                 program = program.of(fn, options.get("progress", False))
             self._kept.move_to_end(key)
@@ -272,7 +272,7 @@ class ProgramCache:
             return program
 
 
-class _Kept:
+class _CacheEntry:
     """A program, which is dropped with any of the objects that its function consists of."""
 
     def __init__(self, program: Program, parts: tuple[Any, ...]):

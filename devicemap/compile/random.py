@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import last_set_seed, tracing_again
+from devicemap._tensorflow.functions import last_set_seed, retracing
 from devicemap.compile.python_values import values_in
 
 _DEFAULT = 87654321  # TensorFlow mixes it with the seed of an op if there is no global seed
@@ -55,7 +55,7 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
         words = np.array([_DEFAULT if given is None else given % 2**64, *stream], np.uint64).view(np.uint32)
         seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 2
         tf.compat.v1.set_random_seed(seed)  # of the graph being traced, and of no other
-    with tracing_again(seed):
+    with retracing(seed):
         yield
 
 

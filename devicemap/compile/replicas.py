@@ -75,13 +75,13 @@ class Replicas:
         self._lookups = lookups_in(traced.concrete, traced.seeds) if spec.differentiable else {}
         self.are_local = not stay
         """Whether every resource that a slot uses is on its device."""
-        self._kept: list[dict[Any, Any]] = [{} for _ in slots]
+        self._tensor_copies: list[dict[Any, Any]] = [{} for _ in slots]
         with tf.init_scope():
             for key, tensor in ({} if spec.differentiable else self._tensors).items():
-                away = [number for number, slot in enumerate(slots) if home_of(tensor) != slot]
-                for near, _, numbers in self._send_to_hosts(tensor, home_of(tensor), away):
-                    for number in numbers:
-                        self._kept[number][key] = _copy_on_device(tensor, near, slots[number])
+                away = [index for index, slot in enumerate(slots) if home_of(tensor) != slot]
+                for near, _, indices in self._send_to_hosts(tensor, home_of(tensor), away):
+                    for index in indices:
+                        self._tensor_copies[index][key] = _copy_on_device(tensor, near, slots[index])
         self._persistent: list[dict[Any, Any]] = [{} for _ in slots]
         # Variable creators and strategies of the user apply to this thread (test_copies_are_not_the_users_variables).
         with ThreadPoolExecutor(1) as other_thread:
@@ -93,9 +93,9 @@ class Replicas:
 
     def _create_persistent(self) -> None:
         """Create the replicas that calls inside of a `tf.function` share."""
-        for number, replicas in enumerate(self._persistent):
-            for key, variable in self.replicated(number).items():
-                with tf.device(self._device_of(key, number)):
+        for index, replicas in enumerate(self._persistent):
+            for key, variable in self.replicated(index).items():
+                with tf.device(self._device_of(key, index)):
                     replicas[key] = _uninitialized_like(variable)
 
     def replicated(self, slot: int) -> dict[Any, Any]:
@@ -103,13 +103,13 @@ class Replicas:
         return {k: v for k, v in self._copied.items() if v.device != self._slots[slot]} | self._seeds
 
     def values(self, slots: Iterable[int]) -> dict[Any, Any]:
-        """Return a value or a handle for each of these slots, by key. Each original is read once, on its device."""
+        """Return a value or a handle by key and slot. Each original is read once, on its device."""
         wanted = [*slots]
         found: dict[Any, Any] = {}
         sent: dict[Any, tuple[Any, str, Lookups]] = {}
         for key, variable in self._copied.items():
-            away = [number for number in wanted if variable.device != self._slots[number]]
-            near = [number for number in wanted if variable.device == self._slots[number]]
+            away = [index for index in wanted if variable.device != self._slots[index]]
+            near = [index for index in wanted if variable.device == self._slots[index]]
             # With separate handles, gradients are added on the variable's device. A loop cannot pass such handles to its
             # gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
@@ -126,7 +126,7 @@ class Replicas:
                 sent[key] = value, variable.device, kind
 
         def send(value: Any, home: str, kind: Lookups) -> dict[int, Any]:
-            return self._send_to_slots(value, home, kind, [number for number in wanted if self._slots[number] != home])
+            return self._send_to_slots(value, home, kind, [index for index in wanted if self._slots[index] != home])
 
         for key, copies in send_in_buckets(sent, self._slots, send).items():
             found[key] |= copies
@@ -146,7 +146,7 @@ class Replicas:
         Returns:
             The captures of the slot, by key, and in a graph the ops for which the slot must wait.
         """
-        captures, assignments = {**self._kept[slot]}, []
+        captures, assignments = {**self._tensor_copies[slot]}, []
         if self._differentiable:
             captures |= {key: values[key][slot] for key in (*self._tensors, *self._copied)}
         for key, variable in self.replicated(slot).items():
@@ -166,7 +166,7 @@ class Replicas:
 
     def with_handles(self, slot: int, handles: Sequence[Any]) -> dict[Any, Any]:
         """Return the captures of a slot, by key, with these handles of its replicas, in the order of `replicated`."""
-        return self._kept[slot] | dict(zip(self.replicated(slot), handles))
+        return self._tensor_copies[slot] | dict(zip(self.replicated(slot), handles))
 
     def _device_of(self, key: Any, slot: int) -> str:
         return self._loop_home if self._loop_home and key in self._seeds else self._slots[slot]
@@ -174,26 +174,26 @@ class Replicas:
     def _kind(self, key: Any) -> Lookups:
         return self._lookups.get(key, Lookups.NONE)
 
-    def _send_to_slots(self, value: Any, home: str, kind: Lookups, numbers: Sequence[int]) -> dict[int, Any]:
+    def _send_to_slots(self, value: Any, home: str, kind: Lookups, indices: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
 
         The tree begins at the slot of `home`, so that variables on different devices use different slots in between.
         """
         first, count = self._slots.index(home) if home in self._slots else 0, len(self._slots)
-        numbers = sorted(numbers, key=lambda number: (number - first) % count)
+        indices = sorted(indices, key=lambda index: (index - first) % count)
         return {
             there[i]: arrived
-            for near, device, there in self._send_to_hosts(value, home, numbers, kind)
-            for i, arrived in send_along_tree(near, device, kind, [self._slots[number] for number in there]).items()
+            for near, device, there in self._send_to_hosts(value, home, indices, kind)
+            for i, arrived in send_along_tree(near, device, kind, [self._slots[index] for index in there]).items()
         }
 
     def _send_to_hosts(
-        self, value: Any, home: str, numbers: Sequence[int], kind: Lookups = Lookups.NONE
+        self, value: Any, home: str, indices: Sequence[int], kind: Lookups = Lookups.NONE
     ) -> list[tuple[Any, str, list[int]]]:
         """Copy a value of the device `home` to each host of these slots. Return copies, their devices, and the slots there."""
         hosts: dict[str, list[int]] = {}
-        for number in numbers:
-            hosts.setdefault(host_of(self._slots[number]), []).append(number)
+        for index in indices:
+            hosts.setdefault(host_of(self._slots[index]), []).append(index)
         with tf.device(home):
             values = fan_out(value, len(hosts), kind) if hosts else []
         found = []

@@ -45,10 +45,10 @@ class Traced(ShardFunction):
     audit: Audit
     """The state that the function uses."""
 
-    with_gradients: Traced | None = None
+    gradient_variant: Traced | None = None
     """The same function with the right gradients, if this one lacks them."""
 
-    with_xla: Traced | None = None
+    xla_variant: Traced | None = None
     """The same function compiled by XLA, if `jit_compile` asks for it."""
 
     reduction: BoundReduction | None = None
@@ -62,7 +62,7 @@ class Traced(ShardFunction):
 
     def for_gradients(self, wanted: bool) -> Traced:
         """Return the variant with the right gradients if they are wanted."""
-        return (self.with_gradients or self) if wanted else self
+        return (self.gradient_variant or self) if wanted else self
 
     @cached_property
     def captures(self) -> tuple[Any, ...]:
@@ -142,9 +142,9 @@ def trace(
     )  # fmt: skip
     variants = [prepared(loop) for loop in loops]
     if compiled:
-        variants = [replace(each, with_xla=prepared(loop)) for each, loop in zip(variants, compiled)]
+        variants = [replace(each, xla_variant=prepared(loop)) for each, loop in zip(variants, compiled)]
     first, *others = variants
-    return replace(first, with_gradients=others[0]) if others else first
+    return replace(first, gradient_variant=others[0]) if others else first
 
 
 def _trace_loops(
@@ -234,11 +234,11 @@ def _flatten(
         with drawing_from(stream):
             arguments = as_objects(tf.nest.pack_sequence_as(specs, leaves[:count]))
             seeds = {} if options.seed is None else {"seed": leaves[count]}
-            around = in_fn.set(True)
+            token = in_fn.set(True)
             try:
                 results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
             finally:
-                in_fn.reset(around)
+                in_fn.reset(token)
         results = map_nest(
             lambda value, path: as_result(value, path, counts_rows), results, "the result", lists=lists.__contains__
         )

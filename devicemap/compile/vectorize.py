@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import can_list_functions, compiled_as_a_part, graphs_within, traced_graphs
+from devicemap._tensorflow.functions import can_list_functions, graphs_within, in_xla_context, traced_graphs
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
@@ -88,7 +88,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     try:
         _check_function(row_fn, found, specs, options, signature)
         vectorized, slow = vectorize(row_fn, specs, force=wanted is True)
-        if (options.jit_compile or compiled_as_a_part()) and _diverges(vectorized):
+        if (options.jit_compile or in_xla_context()) and _diverges(vectorized):
             raise _NotVectorizedError(
                 "fn has a branch or a loop whose condition differs between rows, and jit_compile=True",
                 "pass jit_compile=False",

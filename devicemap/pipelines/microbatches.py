@@ -24,7 +24,7 @@ from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, spec_of
 from devicemap.inspect.pipelines import StageCall
 from devicemap.pipelines.schedule import Step
-from devicemap.pipelines.stages import Slot
+from devicemap.pipelines.stages import StageReplica
 
 _AHEAD = 2
 """The first device receives rows this many microbatches ahead. With 1, it waits for copies (benchmarks/test_pipeline_gpus)."""
@@ -55,12 +55,14 @@ class ScheduledCalls:
         """What microbatches call, by trace, and the sources of its gradients. No two devices share a trace, so each has one
         backward pass."""
 
-    def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
+    def call(
+        self, step: Step, replica: StageReplica, values: Sequence[Any], rows: Sequence[Any], has_rows: Any
+    ) -> list[Any]:
         """Return the results of a stage for a microbatch, from those of the previous stage, and from rows of the batch.
 
-        `some`: whether the microbatch has rows; a tensor if that is unknown.
+        `has_rows`: whether the microbatch has rows; a tensor if that is unknown.
         """
-        m, first = step.microbatch, slot.share.start
+        m, first = step.microbatch, replica.share.start
         # Without an order, the first microbatch could arrive last. A copy waits for calls that its device has begun, so the
         # first copies start before the first call does.
         earlier = [*self._sent[step.stage, m - 1]] if m > first else []
@@ -69,39 +71,39 @@ class ScheduledCalls:
         self._sent[step.stage, m] = ops_of(rows)
         for op, before in product(ops_of(rows), earlier):
             add_control_input(op, before)
-        traced = slot.traces[m - first]
-        with tf.device(slot.device), tf.control_dependencies(slot.assigned):
-            leaves = self._begin(step, slot, [*values, *rows])
+        traced = replica.traces[m - first]
+        with tf.device(replica.device), tf.control_dependencies(replica.assigned):
+            leaves = self._begin(step, replica, [*values, *rows])
             self._arrivals.setdefault(m, ops_of(leaves)[0])
             if traced.concrete not in self._functions:
-                call = with_captures(traced.concrete, slot.captures) if slot.captures else traced.concrete
-                call = call if some is True else _on_some(traced, call)
+                call = with_captures(traced.concrete, replica.captures) if replica.captures else traced.concrete
+                call = call if has_rows is True else _on_some(traced, call)
                 self._functions[traced.concrete] = call, sources_of_gradients(traced.concrete)
             function, sources = self._functions[traced.concrete]
-            call, arguments = without_auto_control_deps(function, leaves if some is True else [some, *leaves])
-            begin_backward_on(slot.device, call)
+            call, arguments = without_auto_control_deps(function, leaves if has_rows is True else [has_rows, *leaves])
+            begin_backward_on(replica.device, call)
             results = list(call(*arguments))
             op = ops_of(results)[0]
-            inputs, paths = _inputs_of(op, traced, slot, function), GradientPaths(sources)
+            inputs, paths = _inputs_of(op, traced, replica, function), GradientPaths(sources)
             back = step._replace(backward=True)
-            op.on_gradient = partial(self._differentiated, back, slot, traced, inputs, paths, some)
-            return self._end(step, slot, paths.track_results(results, sources))
+            op.on_gradient = partial(self._differentiated, back, replica, traced, inputs, paths, has_rows)
+            return self._end(step, replica, paths.track_results(results, sources))
 
-    def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
+    def _begin(self, step: Step, replica: StageReplica, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs of a call on the current device, after the call before it."""
         self._gates[step] = tf.no_op()
         with tf.control_dependencies([self._gates[step]]):
             there = _identities(inputs)
         if self._clock:
-            with tf.control_dependencies(self._clock.stamp(slot.device, step, there)):
+            with tf.control_dependencies(self._clock.stamp(replica.device, step, there)):
                 there = _identities(there)
         return there
 
-    def _end(self, step: Step, slot: Slot, results: Sequence[Any]) -> list[Any]:
+    def _end(self, step: Step, replica: StageReplica, results: Sequence[Any]) -> list[Any]:
         """Return the results of a call on the current device, and order it and its neighbors that are in the graph."""
         there = _identities(results)
         known = [each for each in there if each is not None]
-        stamps = self._clock.stamp(slot.device, step, known) if self._clock else []
+        stamps = self._clock.stamp(replica.device, step, known) if self._clock else []
         with tf.control_dependencies([*ops_of(known), *stamps]):
             self._ends[step] = tf.no_op()
         for one, other in self._pairs[step]:
@@ -112,11 +114,11 @@ class ScheduledCalls:
     def _differentiated(
         self,
         step: Step,
-        slot: Slot,
+        replica: StageReplica,
         traced: Traced,
         inputs: Sequence[Any],
         paths: GradientPaths,
-        some: Any,
+        has_rows: Any,
         differentiate: Callable[..., Any],
         upstream: Sequence[Any],
     ) -> list[Any]:
@@ -126,17 +128,17 @@ class ScheduledCalls:
         """
         if step in self._gates:  # in second gradients, whose calls may depend on later calls of this schedule
             return list(differentiate(*upstream))
-        found = differentiate(*self._begin(step, slot, upstream))
-        gradients = [gradient if paths.reach(taken) else None for taken, gradient in zip(inputs, found)]
-        self._end(step, slot, gradients)
+        found = differentiate(*self._begin(step, replica, upstream))
+        gradients = [gradient if paths.gets_gradient(taken) else None for taken, gradient in zip(inputs, found)]
+        self._end(step, replica, gradients)
         resources = {tensor.ref() for tensor in traced.captures if tensor.dtype == tf.resource}
         handles = [i for i, taken in enumerate(inputs) if taken in resources]
-        known = self._gradients[step.stage, slot.device]
-        known[step.microbatch] = [_slices_if(some, gradients[i]) for i in handles]
-        last = len(known) == len(slot.share)
+        known = self._gradients[step.stage, replica.device]
+        known[step.microbatch] = [_slices_if(has_rows, gradients[i]) for i in handles]
+        last = len(known) == len(replica.share)
         kinds = lookups_in(traced.concrete, traced.seeds) if last else {}
         for number, i in enumerate(handles):
-            terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share if last]
+            terms = [(step._replace(microbatch=m), known[m][number]) for m in replica.share if last]
             gradients[i] = self._sum(terms, kinds.get(inputs[i], Lookups.NONE)) if last else None
         if last:
             known.clear()
@@ -158,22 +160,22 @@ class ScheduledCalls:
         return total
 
 
-def _inputs_of(op: Any, traced: Traced, slot: Slot, function: Any) -> list[Any]:
-    """Return the input of a trace that each input of an op is, as in `sources_of_gradients`.
+def _inputs_of(op: Any, traced: Traced, replica: StageReplica, function: Any) -> list[Any]:
+    """Return the input of the trace for each input of a call op, as in `sources_of_gradients`.
 
-    The op calls a function, which calls the trace with the captures of a slot.
+    The function of the op calls the trace with the captures of a replica.
     """
-    replaced = {tensor.ref(): key for key, tensor in slot.captures.items()}
+    replaced = {tensor.ref(): key for key, tensor in replica.captures.items()}
     captures = [replaced.get(tensor.ref(), tensor.ref()) for tensor in function.captured_inputs]
     leaves = len(traced.concrete.inputs) - len(traced.concrete.captured_inputs)
     return [*range(leaves + len(captures) - len(op.inputs), leaves), *captures]
 
 
-def _slices_if(some: Any, gradient: Any) -> Any:
+def _slices_if(has_rows: Any, gradient: Any) -> Any:
     """Return a gradient without the slices of a microbatch without rows, which are zeros for the whole variable."""
-    if some is True or not isinstance(gradient, tf.IndexedSlices):
+    if has_rows is True or not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    count = tf.where(some, tf.size(gradient.indices), 0)
+    count = tf.where(has_rows, tf.size(gradient.indices), 0)
     return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
 
 
@@ -185,8 +187,8 @@ def _on_some(traced: Traced, call: Any) -> Any:
     """Return a stage as a function of a boolean, whether there are rows, and of the rows."""
 
     @tf.function(autograph=False)
-    def on_some(some: Any, *leaves: Any) -> Any:
-        return tf.cond(some, lambda: call(*leaves), traced.no_rows)
+    def on_some(has_rows: Any, *leaves: Any) -> Any:
+        return tf.cond(has_rows, lambda: call(*leaves), traced.no_rows)
 
     return on_some.get_concrete_function(tf.TensorSpec([], tf.bool), *traced.input_specs)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import compiled_as_a_part, run_after
+from devicemap._tensorflow.functions import in_xla_context, run_after
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras_calls import in_training
 from devicemap._tensorflow.runtime import colocate_with_inputs
@@ -47,7 +47,7 @@ class Batch:
     tensors: tuple[Sequence[Any], Sequence[Any]]
     """The leaves of the rows, and those of the targets."""
 
-    least: int | None
+    min_rows: int | None
     """The least number of rows, if it is known."""
 
     scale: Any
@@ -86,13 +86,13 @@ class PipelineGraph:
         parts = options.microbatches * len(options.devices)
         if _needs_whole_batch(traced, options):
             parts = 1
-        elif batch.least is not None:  # no microbatch is empty
-            parts = max(1, min(parts, batch.least))
+        elif batch.min_rows is not None:  # no microbatch is empty
+            parts = max(1, min(parts, batch.min_rows))
         with tf.device(HOST):
             self.sizes = sizes_in_graph(count_rows(batch.tensors[0][0]), parts)
             rows, targets = map(self._cut, batch.tensors)
-        known = batch.least is not None and batch.least >= parts
-        some = [known or self.sizes[m] > 0 for m in range(parts)]
+        known = batch.min_rows is not None and batch.min_rows >= parts
+        has_rows = [known or self.sizes[m] > 0 for m in range(parts)]
         # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
         bounds = accumulate(shard_sizes(parts, len(options.devices)), initial=0)
         shares = [range(*pair) for pair in pairwise(bounds)]
@@ -100,13 +100,13 @@ class PipelineGraph:
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
-            for slot in stage.slots(traced[k], shares):
-                for m in slot.share:
+            for replica in stage.slots(traced[k], shares):
+                for m in replica.share:
                     taken = [*([] if k else rows[m]), *(targets[m] if traced[k].takes_targets else [])]
                     with tf.name_scope(f"stage_{k}_microbatch_{m}"):
-                        results = calls.call(Step(k, m, False), slot, self.values[m], taken, some[m])
+                        results = calls.call(Step(k, m, False), replica, self.values[m], taken, has_rows[m])
                     self.values[m] = results[: len(results) - len(traced[k].losses)]
-                    with tf.device(slot.device):
+                    with tf.device(replica.device):
                         vectors[m] += [tf.reduce_sum(vector) for vector in results[len(self.values[m]) :]]
         found = [loss for stage in traced for loss in stage.losses]
         with tf.device(stages[-1].devices[0]):
@@ -155,7 +155,7 @@ class EagerGraphs:
         if tf.config.functions_run_eagerly():
             raise OptionError("a Pipeline needs graphs; call tf.config.run_functions_eagerly(False) before")
         if not tf.executing_eagerly():
-            if compiled_as_a_part():
+            if in_xla_context():
                 raise OptionError(
                     "a Pipeline inside a function that XLA compiles, which is for one device; set jit_compile=False, also in "
                     "compile() of a Keras model that calls it"
@@ -164,7 +164,7 @@ class EagerGraphs:
         try:
             settle(self._devices)
             parts = self._options.microbatches * len(self._options.devices)
-            batch = replace(batch, least=min(batch.least or 0, parts))
+            batch = replace(batch, min_rows=min(batch.min_rows or 0, parts))
             known = self._graphs.get(self._key(batch, key))
             function, facts = known or self._new_graph(build, batch)
             if tape_is_recording():  # tapes do not follow a call in another thread
@@ -186,7 +186,7 @@ class EagerGraphs:
         values, targets = batch.tensors
         traced = trace_stages(self._stages, batch.nest, batch.targets)
         # They do not run again if they have side effects, or if memory was short, which whole batches need more of.
-        repeatable = not is_out_of_memory(error) and not any(each.traced.audit.acts for each in traced)
+        repeatable = not is_out_of_memory(error) and not any(each.traced.audit.has_side_effects for each in traced)
         for stage, each in zip(self._stages, traced) if repeatable else ():
             device = stage.devices[0]
             try:
@@ -198,7 +198,7 @@ class EagerGraphs:
         return "a stage"
 
     def _key(self, batch: Batch, key: Any) -> tuple[Any, ...]:
-        return key, batch.key, batch.least, trace_state(*self._stages)
+        return key, batch.key, batch.min_rows, trace_state(*self._stages)
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import keep_alive, tracing_again
+from devicemap._tensorflow.functions import keep_alive, retracing
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap._tensorflow.keras import attached_tensors, is_seed, layers_of, tf_variable
 from devicemap._tensorflow.keras_calls import graph_of, is_stateless, is_training, recording_keras_use
@@ -88,7 +88,7 @@ class TracedStage:
 
 
 @dataclass(frozen=True)
-class Slot:
+class StageReplica:
     """A stage on its device in a replica of the pipeline."""
 
     device: str
@@ -161,13 +161,13 @@ class Stage:
                 self._known[key, trace_state(self)] = stage  # of layers that the trace has found, too
         return stage
 
-    def slots(self, stage: TracedStage, shares: Sequence[range]) -> list[Slot]:
+    def slots(self, stage: TracedStage, shares: Sequence[range]) -> list[StageReplica]:
         """Return the traced stage in each replica, in the graph that is being built. The first replica has the variables."""
         first = stage.traced
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
         if len(shares) > 1:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables
-            spec = CallSpec.of_shards(len(shares), Engine.INLINE, gradients=1)
+            spec = CallSpec.of_shards(len(shares), Engine.INLINE, gradient_order=1)
             replicas = Replicas(first, self.devices[: len(shares)], spec)
             keep_alive(replicas)
             values = replicas.values(range(len(shares)))
@@ -180,7 +180,7 @@ class Stage:
                 traces = [self._trace(stage.given, next(self._streams)).traced for _ in share]
             else:
                 traces = [(self.traced(stage.given, r) if r else stage).traced] * len(share)
-            slots.append(Slot(device, share, traces, *captures[r]))
+            slots.append(StageReplica(device, share, traces, *captures[r]))
         return slots
 
     def _trace(self, given: tuple[Any, ...], stream: Stream | None = None, builds: bool = True) -> TracedStage:
@@ -200,7 +200,7 @@ class Stage:
             nest, *targets = arguments if has_attached or has_targets else (arguments,)
             arguments = nest if type(nest) is tuple else (nest,)
             passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
-            with tracing_again(key):
+            with retracing(key):
                 return self._with_losses(self.function(*passed), arguments, targets, used.losses, losses)
 
         function: Any = partial(run)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap._tensorflow.functions import compiled_as_a_part
+from devicemap._tensorflow.functions import in_xla_context
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.compile.call_spec import ANY_ORDER, CallSpec
 from devicemap.compile.compiled import CompiledMap
@@ -51,7 +51,7 @@ def shard_events(
 class CallObservers:
     """Observers of calls, for instance a report or a progress bar.
 
-    Those of this class discard events, and take the traces of a call, so that the report of the next one does not count them.
+    This base class discards events. It resets the count of traces, so that the next report starts at 0.
     """
 
     def of_graph(
@@ -71,7 +71,7 @@ def run_graph(
     program: Program,
     compiled: CompiledMap,
     rows: Rows,
-    gradients: int,
+    gradient_order: int,
     observers: CallObservers,
     raise_out_of_memory: bool = False,
 ) -> Any:
@@ -81,31 +81,33 @@ def run_graph(
         program: the program of the call.
         compiled: its compiled map of the rows.
         rows: the data.
-        gradients: highest order of the gradients that may be asked for, as for `CompiledMap.graph`.
+        gradient_order: the highest order of gradients that tapes may request, as in `CallSpec`.
         observers: observe the call.
         raise_out_of_memory: raise out-of-memory errors unchanged, because the caller handles them.
 
     Raises:
         FunctionError: `fn` failed. It names the device and the rows if they can be found.
     """
-    if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
+    if gradient_order and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
         raise DataError(
             "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and a map over devices has no forward "
             "mode; use a tf.GradientTape"
         )
     count = rows.count or 0
-    if not count and not gradients:
+    if not count and not gradient_order:
         with observers.of_graph(0, (), compiled):
             return compiled.pack_no_rows()
     shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
     leaves = program.with_row_seeds(rows.leaves, 0, count)
-    graph = compiled.graph(CallSpec.of_shards(max(len(shards), 1), gradients=gradients, empty_shards=not count))
+    graph = compiled.graph(
+        CallSpec.of_shards(max(len(shards), 1), gradient_order=gradient_order, empty_shards=not count)
+    )
     devices = tuple(dict.fromkeys(shard.device for shard in shards))
     with observers.of_graph(count, devices, compiled) as finished:
         began, began_at = time.perf_counter(), time.time()
         try:
-            if gradients:
-                results, returned, end_times = compiled.run_taped(graph, (sizes, *leaves), gradients)
+            if gradient_order:
+                results, returned, end_times = compiled.run_taped(graph, (sizes, *leaves), gradient_order)
             else:
                 results, returned, end_times = compiled.run(graph, (sizes, *leaves), count)
         except tf.errors.OpError as error:  # signal handlers raise other errors
@@ -171,7 +173,7 @@ def _locate(
     return program.located_error(error, shards), error
 
 
-def call_inside(
+def call_in_function(
     program: Program, rows: Rows, padded: bool = False, on_call: Callable[[Any, Any], None] | None = None
 ) -> Any:
     """Call a program in the function that is being traced, with a shard for each device.
@@ -187,7 +189,7 @@ def call_inside(
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.with_row_seeds(rows.leaves, 0, count)
         engine = compiled.engine_inside()
-        slots = 1 if compiled_as_a_part() else len(compiled.slots)  # XLA compiles all shards for one device
+        slots = 1 if in_xla_context() else len(compiled.slots)  # XLA compiles all shards for one device
         if rows.count:
             shards, sizes = compiled.shards(rows.count, slots)
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)

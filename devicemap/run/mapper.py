@@ -35,7 +35,7 @@ from devicemap.events import Shard
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight
 from devicemap.run.engine import CallStats, choose_engine
-from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
+from devicemap.run.graph_engine import CallObservers, call_in_function, run_graph
 from devicemap.run.workers import Call, ChunkResult, Runner
 
 _WINDOW = 4
@@ -74,13 +74,13 @@ class Mapper:
         """Map rows in memory with the chosen engine. A graph that runs out of memory continues in chunks."""
         compiled, count = self.program.compiled_for(rows), rows.count or 0
         stats = _stats.setdefault(compiled, CallStats())
-        gradients = compiled.order_of_gradients(rows.leaves)
-        one_graph_only = gradients > 0 or not compiled.may_use_chunks
+        gradient_order = compiled.order_of_gradients(rows.leaves)
+        one_graph_only = gradient_order > 0 or not compiled.may_use_chunks
         if one_graph_only or choose_engine(count, len(compiled.slots), stats) == "one graph":
             retried = self._options.max_retries > 0 and not one_graph_only
             try:
                 with stats.measuring("one graph", count, len(compiled.slots)):
-                    return run_graph(self.program, compiled, rows, gradients, self._observers, retried)
+                    return run_graph(self.program, compiled, rows, gradient_order, self._observers, retried)
             except tf.errors.OpError as error:
                 if not (retried and is_out_of_memory(error)):
                     raise
@@ -103,7 +103,7 @@ class Mapper:
                 f"batch_size={self._options.batch_size} inside a tf.function or Dataset.map: chunks need eager code. Map "
                 "outside of it (DeviceMap.as_dataset returns a dataset), or leave batch_size out"
             )
-        return call_inside(self.program, rows)
+        return call_in_function(self.program, rows)
 
     def _in_chunks(self, data: Any) -> Any:
         """Map over rows or a dataset in chunks, in eager code, and join the results in order."""
@@ -209,9 +209,9 @@ class Mapper:
                 max_retries=self._options.max_retries,
                 skips=self._options.skips,
                 leave_out=leave_out,
-                locates=self.program.may_repeat(compiled),
+                may_repeat=self.program.may_repeat(compiled),
                 observe=observe,
-                describe=self.program.located_error,
+                located_error=self.program.located_error,
                 cancel=cancellation.cancel,
             )
             throughput = _stats.setdefault(compiled, CallStats()).throughput
@@ -225,7 +225,7 @@ class Mapper:
         most: int,
         keep: Callable[[Chunk, list[Any]], None] | None,
     ) -> Runner:
-        def begin() -> Callable[[Chunk], Any]:
+        def make_function() -> Callable[[Chunk], Any]:
             function = build()
 
             def run(chunk: Chunk) -> Any:
@@ -238,7 +238,7 @@ class Mapper:
 
             return run
 
-        return Runner(device, begin, most)
+        return Runner(device, make_function, most)
 
 
 def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:

@@ -60,7 +60,7 @@ class DeviceState:
     """Whether such a chunk is running, with nothing else on the device."""
 
     failures: int = 0
-    """Failures since the last success. If failing rows are left out, chunks count that then succeeded on another device."""
+    """Failures since the last success. With `on_error="skip"`, an error of a row counts when another device computes it."""
 
     last_error: BaseException | None = None
     """The error of the last failure."""
@@ -269,7 +269,7 @@ class Scheduler:
             self._devices[each].too_large.clear()
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
-            raise self._call.describe(error, queued.tried)
+            raise self._call.located_error(error, queued.tried)
 
 
 def peak_bytes(device: str) -> int | None:

@@ -32,7 +32,7 @@ class Runner:
     device: str
     """Full name."""
 
-    begin: Callable[[], Callable[[Chunk], Any]]
+    make_function: Callable[[], Callable[[Chunk], Any]]
     """Factory for the function that computes a chunk. Each worker calls it once, before its first chunk."""
 
     in_flight: int
@@ -132,13 +132,13 @@ class Call:
     leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None
     """Callback of the worker for a row that is left out: the row as a chunk, its device and its error."""
 
-    locates: bool = False
+    may_repeat: bool = False
     """Whether a chunk that failed may run again in parts, to find the row that failed."""
 
     observe: Callable[[Event], object] = lambda event: None
     """Callback for the events of the call, one at a time, in order."""
 
-    describe: Callable[[BaseException, Sequence[Shard]], BaseException] = lambda error, shards: error
+    located_error: Callable[[BaseException, Sequence[Shard]], BaseException] = lambda error, shards: error
     """Returns the error to raise for the error of a chunk and the devices that tried its rows."""
 
     cancel: Callable[[], object] = lambda: None
@@ -180,7 +180,7 @@ class Call:
 def run_worker(call: Call, runner: Runner, queue: SimpleQueue[QueuedChunk | None]) -> None:
     """Compute the chunks in a queue until `None` comes: the target of the thread of a worker."""
     try:
-        run = runner.begin()
+        run = runner.make_function()
         while (queued := queue.get()) is not None and not call.stopped:
             _compute(call, run, runner.device, queued)
     except BaseException as error:  # from the observer, from cutting a chunk, or from describing an error
@@ -223,9 +223,9 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
             match action:
                 case RetryAction.RAISE:
                     soon = call.now() - started < AGAIN_SECONDS
-                    if call.locates and soon:
+                    if call.may_repeat and soon:
                         shard = failing_row(partial(_run_rows, run, rows), shard, error)
-                    call.fail(call.describe(error, (*queued.tried, shard)))
+                    call.fail(call.located_error(error, (*queued.tried, shard)))
                     return
                 case RetryAction.HALVE if queued.out_of_memory:
                     limit = rows.count // 2

@@ -65,7 +65,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
             else:
                 array = np.asarray(tensor, tensor.dtype.as_numpy_dtype)  # NumPy needs it for bfloat16
                 tensors.append(f"{tensor.dtype.name}{tensor.shape} {digest([array])}")
-    found: dict[str, Any] = {"code.jit_compile": traced.with_xla is not None}
+    found: dict[str, Any] = {"code.jit_compile": traced.xla_variant is not None}
     found["code.vectorized"] = traced.vectorized if traced.audit.random_ops else None
     for what, values in {"code.graph": graphs, "code.tensor": tensors, "variable": variables}.items():
         found |= {f"{what}.{i}": value for i, value in enumerate(values)}

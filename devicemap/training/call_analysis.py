@@ -53,7 +53,7 @@ class CallAnalysis:
         Raises:
             FunctionError: each device would change a variable or a table, or variables would lose their gradients.
         """
-        self._layer, self._rows = layer, _prime_from(_MORE_ROWS + (given.count or 0))
+        self._layer, self._trace_rows = layer, _prime_from(_MORE_ROWS + (given.count or 0))
         self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
         norms, scope, normalizing = batch_norms_of(forward.model), CallScope(), list[Any]()
@@ -69,7 +69,7 @@ class CallAnalysis:
             with given.calls.continued(), scope, replacing_moments(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
-                row_losses.find(results, leaves[len(given.rows) :], self._rows)
+                row_losses.find(results, leaves[len(given.rows) :], self._trace_rows)
             losses = [loss for _, loss, _ in scope.added]
             graph = tf.compat.v1.get_default_graph()
             if any(getattr(loss, "graph", None) is not graph for loss in losses):  # a number, or of an inner graph
@@ -94,12 +94,12 @@ class CallAnalysis:
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1:
             training = may_train() and is_comparable(found, scope)
-            self._difference = fixed_seed(concrete, self._rows) if dense else None
+            self._difference = fixed_seed(concrete, self._trace_rows) if dense else None
             self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
         self.lookups: dict[int, Lookups] = {}
         """The lookups in trained variables, by identity of the latter."""
         if len(forward.devices) > 1 or runs_again:
-            self.lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
+            self.lookups = _lookups(concrete, layer, [*drawn.values()], self._trace_rows)
         self._shapes = [spec.shape for spec in outputs] if dense else []
         dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
         sources = sources_of_gradients(concrete) if dense else []
@@ -116,13 +116,13 @@ class CallAnalysis:
             not (apart or found.fixed_seeds or _reason_against_lockstep(concrete))
             and order_of_gradients(concrete, watched) > 1
         )
-        """Whether one function runs the shards: if they exchange statistics, and under several tapes or a persistent one. Then
-        TensorFlow differentiates each function several times, and a function in it each time again."""
+        """Whether one function runs all shards. It does if they exchange statistics, or under nested or persistent tapes. Such
+        tapes would differentiate each function in it several times."""
 
     def _trace(self, function: Any, tensors: Sequence[Any], dense: bool) -> Any:
         """Trace a function of leaves for more rows than these tensors have, if they are dense."""
         specs = [
-            tf.TensorSpec([self._rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
+            tf.TensorSpec([self._trace_rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
             for leaf in tensors
         ]
         try:
@@ -131,9 +131,9 @@ class CallAnalysis:
             # If this raises the same error, the error shows the shapes of the batch.
             function.get_concrete_function(*tensors)
             raise failure(
-                f"{self._layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees "
-                "some of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input "
-                "and an output, or compute values of several rows in compute_loss, or in a train_step of the "
+                f"{self._layer.name} works for the rows of this batch, but not for {self._trace_rows} rows, and each device "
+                "sees some of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an "
+                "input and an output, or compute values of several rows in compute_loss, or in a train_step of the "
                 f"model{self._advice}"
             ) from error
 
@@ -167,11 +167,11 @@ class CallAnalysis:
             if None in (known.rank, shape.rank):
                 continue
             varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
-            if not shape.rank or shape[0] not in (None, self._rows) or self._rows in varying:
+            if not shape.rank or shape[0] not in (None, self._trace_rows) or self._trace_rows in varying:
                 raise failure(
-                    f"{self._layer.name} returns an output of shape {shape} for {self._rows} rows; expected one row for each "
-                    "row, whose shape does not depend on other rows, because outputs of devices are joined. Compute values of "
-                    f"several rows in compute_loss, or in a train_step of the model{self._advice}"
+                    f"{self._layer.name} returns an output of shape {shape} for {self._trace_rows} rows; expected one row for "
+                    "each row, whose shape does not depend on other rows, because outputs of devices are joined. Compute "
+                    f"values of several rows in compute_loss, or in a train_step of the model{self._advice}"
                 )
 
 

@@ -98,7 +98,7 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
 
 def is_comparable(found: Audit, scope: CallScope) -> bool:
     """Whether a call has no side effects and draws no numbers. Loops may not end for random numbers."""
-    return not (scope.changed or found.acts or found.random_ops or found.python_ops or found.loops)
+    return not (scope.changed or found.has_side_effects or found.random_ops or found.python_ops or found.loops)
 
 
 def _refuse_to_build(*_: Any, **__: Any) -> None:

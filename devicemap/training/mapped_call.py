@@ -32,7 +32,7 @@ from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.errors import failure
 from devicemap.pipelines.stages import check_added_loss
-from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
+from devicemap.run.graph_engine import CallObservers, call_in_function, run_graph
 from devicemap.training.call_analysis import OTHER_LENGTHS, CallAnalysis
 from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, synchronizing_moments
@@ -53,7 +53,7 @@ class MappedCall:
         self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
         self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
         """The tensors that are cut: the arguments of the layer, and targets."""
-        self._states = [variable for variable in forward.variables if not is_seed(variable)]
+        self._state_variables = [variable for variable in forward.variables if not is_seed(variable)]
         """The variables, besides seeds, that may get new values."""
         self._cutting_device = forward.home if computed_in_step(given.rows) else HOST
         """The device on which the rows are cut."""
@@ -126,9 +126,9 @@ class MappedCall:
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, CallObservers()))
         if tf.executing_eagerly():
-            function = tf.function(lambda *rows: call_inside(program, as_rows(rows), padded=True), autograph=False)
+            function = tf.function(lambda *rows: call_in_function(program, as_rows(rows), padded=True), autograph=False)
             return self._call_eagerly(function.get_concrete_function(*rows), rows, paths)
-        return list(call_inside(program, as_rows(tuple(rows)), True, None if paths is None else paths.limit))
+        return list(call_in_function(program, as_rows(tuple(rows)), True, None if paths is None else paths.prune))
 
     def _in_lockstep(self, rows: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
         """Run the call in one function, in shards that may exchange statistics."""
@@ -142,7 +142,7 @@ class MappedCall:
         begin_backward_on("", concrete)
         results = list(concrete(count, *rows))
         if paths is not None:
-            paths.limit(concrete, results[0].op)
+            paths.prune(concrete, results[0].op)
         return results
 
     def _call_eagerly(self, concrete: Any, arguments: Sequence[Any], paths: GradientPaths | None) -> list[Any]:
@@ -202,17 +202,19 @@ class MappedCall:
 
         Return outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
-        held = None if values is None else [*zip(self._analysis.variables, values)]
-        if held is None or self._microbatches == 1:
-            return [*itertools.chain(*self._call_layer(rows, held))]
-        seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
+        overrides = None if values is None else [*zip(self._analysis.variables, values)]
+        if overrides is None or self._microbatches == 1:
+            return [*itertools.chain(*self._call_layer(rows, overrides))]
+        seeds = {
+            id(variable): split_seeds(value, self._microbatches) for variable, value in overrides if is_seed(variable)
+        }
 
-        def part(number: Any, rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def run_microbatch(number: Any, rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             drawn = {seed: values[number] for seed, values in seeds.items()}
-            return self._call_layer(rows, [(variable, drawn.get(id(variable), value)) for variable, value in held])
+            return self._call_layer(rows, [(variable, drawn.get(id(variable), value)) for variable, value in overrides])
 
-        trained = [value for variable, value in held if variable.trainable]
-        return recompute(part, rows, trained, self._microbatches)
+        trained = [value for variable, value in overrides if variable.trainable]
+        return recompute(run_microbatch, rows, trained, self._microbatches)
 
     def _counts(self, results: Sequence[Any]) -> list[Any]:
         """Return the numbers of rows of the outputs among these results."""
@@ -223,8 +225,10 @@ class MappedCall:
         of_leaves = [*map(tf.stack, counts)]
         return with_row_counts_checked(results, of_leaves, sizes, self._layer.name) if of_leaves else list(results)
 
-    def _call_layer(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] | None) -> tuple[list[Any], list[Any]]:
-        """Call the layer on rows, with the values `held` of variables. With `None`, variables are read."""
+    def _call_layer(
+        self, rows: Sequence[Any], overrides: Sequence[tuple[Any, Any]] | None
+    ) -> tuple[list[Any], list[Any]]:
+        """Call the layer on rows, with the values `overrides` of variables. With `None`, variables are read."""
         layer, given, row_losses = self._layer, self._given, self._row_losses
         args, kwargs = given.with_rows(rows)
 
@@ -232,9 +236,9 @@ class MappedCall:
             outputs = layer.call(*args, **kwargs)
             return outputs if row_losses is None else (outputs, row_losses.of_rows(outputs, rows[len(given.rows) :]))
 
-        scope = CallScope(held or (), given.losses, advance=held is None)
+        scope = CallScope(overrides or (), given.losses, advance=overrides is None)
         with given.calls.continued():
-            tensors, others, spec = call_stateless(call, scope, self._states, rows)
+            tensors, others, spec = call_stateless(call, scope, self._state_variables, rows)
         for i, (_, of_rows, _) in enumerate(spec.losses):
             advice = "each device sees some of the rows; give parallelize"
             check_added_loss(layer, of_rows, self._forward.added_losses, advice)
@@ -243,7 +247,7 @@ class MappedCall:
             loss = tf.reduce_sum(others[i])
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
         for i, number in enumerate(spec.updated, len(spec.losses)):
-            self._analysis.check_new_value(self._states[number], others[i], rows)
+            self._analysis.check_new_value(self._state_variables[number], others[i], rows)
             others[i] = tf.stop_gradient(others[i])  # TensorFlow would trace gradients of new values
         self._result_spec = spec
         self._analysis.check_outputs(spec.shapes)
@@ -271,7 +275,7 @@ class MappedCall:
             total = tf.reduce_sum(loss * tf.cast(weights, loss.dtype)) if of_rows else loss[0]
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))  # which functional models do not implement
         for i, states in zip(self._result_spec.updated, updates):
-            variable = self._states[i]
+            variable = self._state_variables[i]
             differ = id(variable) in self._analysis.averaged and not self._analysis.in_lockstep
             variable.assign(_mean(states, shares) if differ else states[0])
         return outputs

@@ -1,4 +1,4 @@
-"""Functions that keep only their arguments for their gradients, which run the functions again.
+"""Gradient checkpointing: the backward pass runs functions again from their arguments.
 
     rows ── microbatches, one after another ──> results, joined
     gradients of results ── the same microbatches, each run again ──> gradients of values, added

@@ -162,12 +162,12 @@ class ResultSpec:
 class CallScope(keras.StatelessScope):
     """A scope that collects losses and new values of the calls in it."""
 
-    def __init__(self, held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False):
-        """`held`: variables and their values in the scope.
+    def __init__(self, overrides: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False):
+        """`overrides`: variables and their values in the scope.
 
         `losses`: whether losses are collected, or dropped. `advance`: whether draws advance seeds, as each device needs.
         """
-        super().__init__(held, collect_losses=losses)
+        super().__init__(overrides, collect_losses=losses)
         self.changed = list[Any]()
         self.draws = Counter[int]()
         """The number of draws from each seed, by identity."""

@@ -20,8 +20,8 @@ from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS_NOINLINE,
     add_control_input,
     add_control_outputs,
-    compiled_as_a_part,
     graphs_within,
+    in_xla_context,
     last_set_seed,
     python_function,
     with_captures,
@@ -110,7 +110,7 @@ def test_what_is_compiled_with_all_around_it() -> None:
 
     @tf.function
     def inner(x: tf.Tensor) -> tf.Tensor:
-        found.append(compiled_as_a_part())
+        found.append(in_xla_context())
         return x
 
     around = [tf.function(lambda x, n=n: inner(x), jit_compile=n == 1) for n in range(3)]

@@ -22,16 +22,18 @@ FAST = {"/device:CPU:0": Throughput(rows_per_second=1e5), "/device:CPU:1": Throu
 
 
 def _runner(
-    device: int, before: Callable[[Chunk], object] = lambda chunk: None, begin: Callable[[], object] = lambda: None
+    device: int,
+    before: Callable[[Chunk], object] = lambda chunk: None,
+    make_function: Callable[[], object] = lambda: None,
 ) -> Runner:
-    """A device that calls `begin` when it is made ready, and `before` for each chunk, whose rows it doubles."""
+    """A device that calls `make_function` when it is made ready, and `before` for each chunk, whose rows it doubles."""
 
     def run(chunk: Chunk) -> Any:
         before(chunk)
         return [2 * row for row in chunk.leaves[0]]
 
     def make() -> Any:
-        begin()
+        make_function()
         return run
 
     return Runner(f"/device:CPU:{device}", make, 1)
@@ -44,7 +46,7 @@ def _results(rows: int, runners: list[Runner], *arguments: Any, **options: Any) 
 
 def test_a_device_works_while_others_are_made_ready() -> None:
     at_work = threading.Event()
-    runners = [_runner(0, lambda chunk: at_work.set()), _runner(1, begin=lambda: at_work.wait(10) or 1 / 0)]
+    runners = [_runner(0, lambda chunk: at_work.set()), _runner(1, make_function=lambda: at_work.wait(10) or 1 / 0)]
     assert _results(20, runners) == [*range(0, 40, 2)]
 
 
@@ -56,6 +58,6 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
 
 def test_an_error_while_a_call_begins_or_describes_an_error_ends_it() -> None:
     with pytest.raises(ZeroDivisionError):
-        _results(20, [_runner(0, begin=lambda: 1 / 0)])
+        _results(20, [_runner(0, make_function=lambda: 1 / 0)])
     with pytest.raises(LookupError):
-        _results(5, [_runner(0, lambda chunk: 1 / 0)], describe=lambda error, shards: {}["no words"])
+        _results(5, [_runner(0, lambda chunk: 1 / 0)], located_error=lambda error, shards: {}["no words"])
