@@ -100,7 +100,7 @@ class PipelineGraph:
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
-            for replica in stage.slots(traced[k], shares):
+            for replica in stage.replicas(traced[k], shares):
                 for m in replica.share:
                     taken = [*([] if k else rows[m]), *(targets[m] if traced[k].takes_targets else [])]
                     with tf.name_scope(f"stage_{k}_microbatch_{m}"):
@@ -120,10 +120,10 @@ class PipelineGraph:
             ]
 
     def _forward_first(self, traced: Sequence[TracedStage]) -> bool:
-        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `_run_sequentially`."""
+        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `_runs_sequentially`."""
         found = [layer for stage in traced for layer, _ in stage.losses]
         scaled = found.count(None) > 1 and any(layer is not None for layer in found)
-        return not self._batch.targets or scaled or _run_sequentially([stage.traced for stage in traced])
+        return not self._batch.targets or scaled or _runs_sequentially([stage.traced for stage in traced])
 
     def _cut(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """Return these tensors for each microbatch."""
@@ -225,7 +225,7 @@ def plan_of(
         microbatches = 1
     elif rows is not None:
         microbatches = max(1, min(microbatches, -(-rows // len(options.devices))))
-    forward_first = _run_sequentially(traces)
+    forward_first = _runs_sequentially(traces)
     orders = options.orders(forward_first, [range(microbatches)])
     plans = []
     for k, (stage, traced) in enumerate(zip(stages, traces)):
@@ -242,7 +242,7 @@ def _needs_whole_batch(stages: Sequence[TracedStage], options: PipelineOptions) 
     return not options.local and any(stage.mixes_rows for stage in stages)
 
 
-def _run_sequentially(stages: Sequence[Traced]) -> bool:
+def _runs_sequentially(stages: Sequence[Traced]) -> bool:
     """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
 
     It does so for gradients of Python functions, and if one stage writes a variable that another stage uses.

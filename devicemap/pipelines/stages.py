@@ -161,7 +161,7 @@ class Stage:
                 self._known[key, trace_state(self)] = stage  # of layers that the trace has found, too
         return stage
 
-    def slots(self, stage: TracedStage, shares: Sequence[range]) -> list[StageReplica]:
+    def replicas(self, stage: TracedStage, shares: Sequence[range]) -> list[StageReplica]:
         """Return the traced stage in each replica, in the graph that is being built. The first replica has the variables."""
         first = stage.traced
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
@@ -174,14 +174,14 @@ class Stage:
             for r, device in enumerate(self.devices[: len(shares)]):
                 with tf.device(device):
                     captures[r] = replicas.create(r, values)
-        slots = []
+        found = []
         for r, (device, share) in enumerate(zip(self.devices, shares)):
             if first.audit.keeps_state(differentiable=True):
                 traces = [self._trace(stage.given, next(self._streams)).traced for _ in share]
             else:
                 traces = [(self.traced(stage.given, r) if r else stage).traced] * len(share)
-            slots.append(StageReplica(device, share, traces, *captures[r]))
-        return slots
+            found.append(StageReplica(device, share, traces, *captures[r]))
+        return found
 
     def _trace(self, given: tuple[Any, ...], stream: Stream | None = None, builds: bool = True) -> TracedStage:
         """Trace the stage; `builds`: again if the trace has built layers."""
