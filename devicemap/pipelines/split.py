@@ -138,7 +138,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
 def balanced_bounds(weights: Sequence[float], n: int) -> list[int]:
     """Return the bounds of `n` non-empty parts, such that the largest sum of weights is as small as possible.
 
-    >>> cuts([1, 1, 1, 3], 2)
+    >>> balanced_bounds([1, 1, 1, 3], 2)
     [0, 3, 4]
     """
     sums = [0, *accumulate(weights)]

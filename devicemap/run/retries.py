@@ -81,7 +81,7 @@ def is_row_error(error: BaseException) -> bool:
     Other causes are an unavailable device, a signal, an op that XLA lacks, and a batch whose results have another number of
     rows.
 
-    >>> is_of_the_row(tf.errors.InvalidArgumentError(None, None, "")), is_of_the_row(tf.errors.UnavailableError(None, None, ""))
+    >>> is_row_error(tf.errors.InvalidArgumentError(None, None, "")), is_row_error(tf.errors.UnavailableError(None, None, ""))
     (True, False)
     """
     of_device = isinstance(error, tf.errors.UnavailableError | DeviceMapError) or is_unknown_to_xla(error)

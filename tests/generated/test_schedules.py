@@ -18,7 +18,7 @@ from indices import IndexSource
 
 from devicemap.data.sources import Chunk
 from devicemap.run.scheduler import DELIVERED, STOP, Scheduler
-from devicemap.run.workers import Call, ChunkResult, End, QueuedChunk, Runner, work
+from devicemap.run.workers import Call, ChunkResult, End, QueuedChunk, Runner, run_worker
 from devicemap.types import DeviceLost
 
 Transient, Broken, Full, Bad = (
@@ -119,7 +119,7 @@ class Simulation(Call):
         queue: SimpleQueue[QueuedChunk | None] = SimpleQueue()
         queue.put(queued)
         queue.put(None)
-        work(self, Runner(name, lambda: lambda chunk: self.compute(device, chunk), 1), queue)
+        run_worker(self, Runner(name, lambda: lambda chunk: self.compute(device, chunk), 1), queue)
         device.running.remove(queued)
 
     def compute(self, device: Device, chunk: Chunk) -> list[int]:

@@ -32,14 +32,14 @@ def total(brought: list[Any]) -> list[Any]:
 def test_different_numbers_of_meetings_and_errors_end_all_functions() -> None:
     def one(lockstep: Lockstep, count: int, fails: bool = False) -> Any:
         for _ in range(count):
-            lockstep.meet(tf.constant(0), total)
+            lockstep.exchange(tf.constant(0), total)
         if fails:
             raise ZeroDivisionError("of mine")
         return tf.constant(0)
 
     before = threading.active_count()
     for meetings in ((1, 0, 1), (2, 1, 1), (1, 1, 2)):
-        with pytest.raises(FunctionError, match="meets"):
+        with pytest.raises(FunctionError, match="exchanges values"):
             traced(lambda lockstep, meetings=meetings: [lambda n=n: one(lockstep, n) for n in meetings])
     with pytest.raises(ZeroDivisionError, match="of mine"):
         traced(lambda lockstep: [lambda i=i: one(lockstep, 1 + (i != 1), fails=i == 1) for i in range(3)])
