@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap.data.rows import take_rows
+from devicemap.data.rows import spec_of, take_rows
 from devicemap.data.shards import join
 from devicemap.inspect.verify import find_difference
 
 UNKNOWN_SIZE = 32
 """The number that replaces unknown dimensions, also that of rows."""
+
+_SPARSE_ELEMENTS = 8
+"""The largest number of elements in a row of a random sparse tensor."""
 
 _ROUNDING = 1e-5
 """Relative tolerance for results that the same kernels compute."""
@@ -51,12 +55,19 @@ def _dependence(
     # Results with other numbers of rows are refused when they are joined.
     of_rows = [i for i, each in enumerate(first) if each.shape[:1] == [count]]
     halves = [half for half in ((0, count // 2), (count // 2, count)) if half[0] < half[1]]
+    pads = not all(isinstance(each, tf.Tensor) for each in whole)
+
+    def is_padded(result: Any) -> bool:
+        """Whether its inner lengths may depend on other rows."""
+        return isinstance(result, tf.SparseTensor) or (pads and isinstance(result, tf.Tensor))
 
     def found(tensors: list[Any], half: tuple[int, int], part: tuple[int, int], tolerance: float) -> str | None:
         """Compare a part of the results for some tensors with half of the first results."""
         results = tf.nest.flatten(run(tensors))
+        # Sparse results of devices become as large as the largest. Padded results of other lengths cannot be joined.
+        same = [i for i in of_rows if not is_padded(results[i]) or results[i].shape[1:] == first[i].shape[1:]]
         got, one, other = (
-            [take_rows(leaves[i], *of_part) for i in of_rows]
+            [take_rows(leaves[i], *of_part) for i in same]
             for leaves, of_part in ((results, part), (first, half), (again, half))
         )
         return difference("a result", got, one, other, tolerance)
@@ -92,26 +103,42 @@ def random_tensors(
     """Return random rows for symbolic tensors or specs, by `id`. `largest` is the largest magnitude of fractions.
 
     Integers are 0 or 1, which are valid indices for most layers. Integers and strings differ for seeds 0 and 1. Ragged rows
-    have lengths from 1 to 4, and are longer for seed 1. Half of the elements of a sparse tensor are missing.
+    have lengths from 1 to 4, and are longer for seed 1. Sparse rows have a few elements. All ragged tensors have the same
+    lengths, and sparse ones of one shape the same indices, because ops combine them.
     """
 
-    def random(i: int, shape: Sequence[int], dtype: tf.DType, ragged_rank: int = 0) -> Any:
-        if ragged_rank:
-            lengths = tf.random.stateless_uniform(shape[:1], [seed, i], 1 + 4 * seed, 5 + 4 * seed, tf.int64)
-            values = random(i, [int(tf.reduce_sum(lengths)), *shape[2:]], dtype, ragged_rank - 1)
-            return tf.RaggedTensor.from_row_lengths(values, lengths)
+    def dense(i: int, shape: Sequence[int | None], dtype: tf.DType) -> Any:
+        shape = [size or unknown_size for size in shape]
         if dtype == tf.string:
             return tf.fill(shape, str(seed or ""))
         if dtype.is_floating:
             return tf.cast(tf.random.stateless_uniform(shape, [seed, i], -largest, largest), dtype)
         return tf.cast((tf.random.stateless_uniform(shape, [0, i], 0, 2, tf.int32) + seed) % 2, dtype)
 
+    def ragged(i: int, shape: Sequence[int | None], dtype: tf.DType, rank: int, splits: tf.DType) -> Any:
+        if not rank:
+            return dense(i, shape, dtype)
+        shortest = 1 + 4 * seed
+        lengths = tf.random.stateless_uniform([shape[0] or unknown_size], [seed, rank], shortest, shortest + 4, splits)
+        values = ragged(i, [int(tf.reduce_sum(lengths)), *shape[2:]], dtype, rank - 1, splits)
+        return tf.RaggedTensor.from_row_lengths(values, lengths)
+
+    def sparse(i: int, shape: Sequence[int | None], dtype: tf.DType) -> Any:
+        lengths = [size or unknown_size for size in shape]
+        size = math.prod(lengths[1:])
+        places = tf.random.stateless_uniform([lengths[0], _SPARSE_ELEMENTS], [seed, 0], 0, size, tf.int64)
+        places += size * tf.range(lengths[0], dtype=tf.int64)[:, tf.newaxis]
+        places, _ = tf.unique(tf.sort(tf.reshape(places, [-1])))
+        indices = tf.transpose(tf.unravel_index(places, tf.constant(lengths, tf.int64)))
+        return tf.SparseTensor(indices, dense(i, places.shape, dtype), lengths)
+
     def like(i: int, tensor: Any) -> Any:
-        shape = [size or unknown_size for size in tensor.shape]
-        dense_or_ragged = random(i, shape, tf.as_dtype(tensor.dtype), getattr(tensor, "ragged_rank", 0))
-        if not isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec):
-            return dense_or_ragged
-        indices = tf.where(tf.random.stateless_uniform(shape, [seed, i]) < 0.5)
-        return tf.SparseTensor(indices, tf.gather_nd(dense_or_ragged, indices), shape)
+        dtype = tf.as_dtype(tensor.dtype)
+        if isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec):
+            return sparse(i, tensor.shape, dtype)
+        if not isinstance(tensor, tf.RaggedTensor | tf.RaggedTensorSpec):
+            return dense(i, tensor.shape, dtype)
+        spec = spec_of(tensor)
+        return ragged(i, tensor.shape, dtype, spec.ragged_rank, spec.row_splits_dtype)
 
     return {id(tensor): like(i, tensor) for i, tensor in enumerate(symbolic)}

@@ -152,10 +152,13 @@ RAGGED, SPARSE = tf.RaggedTensor.from_row_lengths(X[:, 0], [1, 2, 3, 4] * 3 + [4
     [
         (RAGGED, lambda x: tf.reduce_mean(x.to_tensor(), 1, keepdims=True), True),
         (RAGGED, lambda x: tf.reduce_mean(x, 1)[:, None], False),
+        (RAGGED.with_row_splits_dtype(tf.int32), lambda x: x.to_tensor()[:, :1] + x.values[0], True),
+        ((RAGGED, -RAGGED), lambda x: tf.reduce_mean(x[0] * x[1], 1, True) + tf.reduce_mean(x[0].values), True),
         (SPARSE, lambda x: tf.sparse.to_dense(x) / tf.cast(tf.size(x.values), tf.float32), True),
         (SPARSE, tf.sparse.to_dense, False),
+        (X, lambda x: tf.sparse.from_dense(x * tf.cast(x > 0, x.dtype)), False),
     ],
-    ids=["padded mean", "mean", "number of values", "dense"],
+    ids=["padded mean", "mean", "int32 splits", "two inputs", "number of values", "dense", "a sparse result"],
 )
 def test_ragged_and_sparse_rows_are_compared_with_others(
     rows: Any, function: Any, reported: bool, devices: list[str], recwarn: pytest.WarningsRecorder
