@@ -418,3 +418,15 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert ("\nNo GPU: " in said) == (not tf.config.list_physical_devices("GPU"))
     told = [device["name"] for device in json.loads(pathlib.Path("d.json").read_text()) if device["kind"] == "CPU"]
     assert told == [f"/job:localhost/replica:0/task:0/device:{name}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--open", "--port", "-1"], "port=-1; expected an int from 0 to 65535"),
+        (["check", "--seconds", "nan"], "seconds=nan; expected None or a number of at least 0"),
+    ],
+)
+def test_numbers_out_of_range(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err

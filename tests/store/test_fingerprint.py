@@ -127,6 +127,7 @@ SAME: dict[str, tuple[Any, str | None]] = {  # functions, and what the warning s
     "a tf.function": ([lambda row: row * 2.0, tf.function(lambda row: row * 2.0)], None),
     "variables that fn writes": ([_writing()] * 2, None),
     "py_function": ([_python(lambda x: x)] * 2, PYTHON),
+    "values of partials": ([_python(functools.partial(pow, n)) for n in (1, 1.0)], PYTHON),
     "what Python code refers to": ([_python(lambda x, log=[]: log.append(float(x)) or x)] * 2, PYTHON),
     "datasets of files": ([_records] * 2, FILES),
     "table": ([_table()] * 2, TABLES),
