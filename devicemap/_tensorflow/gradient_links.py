@@ -140,7 +140,7 @@ class GradientPaths:
         op.on_gradient = limited
 
     def handles(self, variables: Sequence[tf.Variable]) -> dict[Any, Any]:
-        """Return `track` handles of variables for eager code, by the `Tensor.ref()` of their own handles."""
+        """Return tracked handles of variables for eager code, by the `Tensor.ref()` of their own handles."""
         found = {}
         for variable in variables:
             if (key := variable.handle.ref()) in self.inputs:
