@@ -809,6 +809,8 @@ REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
     "a number of rows": (
         lambda: Effect(lambda count, x: count.assign_add(number_of_rows(x)), weight()), {}, "a new value"),
     "a share of rows": (adding_share, {}, "added_losses="),
+    "a loss for each row": (
+        lambda: trainings.AddsLosses("square"), {"added_losses": "sum"}, "adds a loss with a value for each row"),
     "a metric": (
         lambda: Effect(lambda mean, x: mean.update_state(x), keras.metrics.Mean()), {}, "none of the model's variables"),
     "a variable": (
