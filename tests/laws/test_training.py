@@ -180,7 +180,7 @@ def test_noise_of_a_program_with_a_seed_is_not_reported(rows: int, devices: list
     noise = InTraining(lambda x: x + tf.random.normal(tf.shape(x)))
     model = sequential(layers.BatchNormalization(), noise, layers.Dense(2))
     model.compile("sgd", "mse", jit_compile=False)
-    devicemap.parallelize(model, devices).train_on_batch(X[:rows], Y[:rows])
+    devicemap.parallelize(model, devices).train_on_batch(X[:rows], Y[:rows])  # a warning would be an error
 
 
 def test_each_kind_of_call_is_compared(devices: list[str], recwarn: pytest.WarningsRecorder) -> None:
