@@ -26,6 +26,9 @@ from typing import Any
 
 from devicemap.events import Shard
 
+OTHER_ROW_COUNT = "returned another number of rows than it was given"
+"""Part of the message of the assertion in graphs of functions of batches, by which their errors are recognised."""
+
 
 class DeviceMapError(Exception):
     """The base class of all errors of devicemap."""

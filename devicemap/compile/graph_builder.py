@@ -16,14 +16,15 @@ from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS_NOINLINE,
     add_control_outputs,
     exports_control_outputs,
+    run_after,
     with_captures,
 )
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.replicas import Replicas
-from devicemap.compile.returned import row_counts, with_row_counts_checked
+from devicemap.compile.returned import row_count_checks, row_counts
 from devicemap.compile.trace import Traced
-from devicemap.data.rows import HOST, cut_rows
+from devicemap.data.rows import HOST, count_rows, cut_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
 
@@ -99,9 +100,8 @@ class CallGraphBuilder:
 
         Returns:
             A `ConcreteFunction`: `(handles of replicas, *leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
-            `(sizes, *leaves) -> (result leaves, row counts, end times)`. `sizes` is int32 `[shards]`. Row counts are
-            int64 `[shards]` per leaf. End times are empty, or one float64 tensor `[shards]` of seconds since the
-            epoch.
+            `(sizes, *leaves) -> (result leaves, end times)`. `sizes` is int32 `[shards]`. End times are empty, or one
+            float64 tensor `[shards]` of seconds since the epoch.
         """
         attributes = NO_AUTO_CONTROL_DEPS_NOINLINE if self.is_noinline else NO_AUTO_CONTROL_DEPS
         function = partial(tf.function, autograph=False, experimental_attributes=attributes)
@@ -114,7 +114,7 @@ class CallGraphBuilder:
         begin_backward_on(HOST, graph)
         return graph
 
-    def _run(self, sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    def _run(self, sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
         """Run each shard on its slot, and gather the results."""
         shards = len(self.traces)
         values = self.replicas.values(self.spec.slots)
@@ -143,31 +143,33 @@ class CallGraphBuilder:
             # The gradient of the join reads the shape of each part on this device. A single part is not joined.
             results = [copy_leaves(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
-            joined, lengths = self._joined(results, sizes)
+            joined = self._joined(results, sizes)
             if self.traced.audit.has_side_effects or self.uses_resources:  # the results depend on all reads
                 joined = add_control_outputs(acting, joined)
         with tf.device(HOST if self.returns_early else self.output_device):
             end_times = [completion_times(ends)] if self.records_end_times else []
         if self.spec.differentiable:
             differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
-        return joined, lengths, end_times
+        return joined, end_times
 
-    def _joined(self, results: list[list[Any]], sizes: Any) -> tuple[list[Any], list[Any]]:
-        """Gather the results of all shards, on the current device, or merge and finish the states of a reduction.
-
-        Returns:
-            Result leaves, and the rows that `fn` returned, per leaf; the last leaf of states counts their rows.
-        """
-        reduction, lengths = self.traced.reduction, list[Any]()
+    def _joined(self, results: list[list[Any]], sizes: Any) -> list[Any]:
+        """Gather the results of all shards, on the current device, or merge and finish the states of a reduction."""
         joined = [join(parts) for parts in zip(*results)]
-        if reduction is not None:
-            joined, lengths = reduction.finish_state(joined), joined[-1:]
-        elif self.traced.counts_rows and len(results) > 1:
-            lengths = [row_counts(parts) for parts in zip(*results)]
-        if self.traced.counts_rows and self.spec.is_inside:  # eager code checks them after the call
-            given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)  # without rows, there is no state
-            joined = with_row_counts_checked(joined, lengths, given)
-        return joined, lengths
+        if self.traced.reduction is not None:
+            joined = self.traced.reduction.finish_state(joined)
+        return self._with_row_counts_checked(joined, results, sizes)
+
+    def _with_row_counts_checked(self, joined: list[Any], results: list[list[Any]], sizes: Any) -> list[Any]:
+        """Add the assertion that `fn` returned as many rows for each shard as the shard has, if `fn` takes batches."""
+        if not self.traced.counts_rows:
+            return joined
+        if self.traced.reduction is None:
+            counts = [row_counts(parts) for parts in zip(*results)]
+        else:  # the last leaf of states counts their rows; without rows, there is no state
+            counts, sizes = [join([state[-1] for state in results])], tf.boolean_mask(sizes, sizes > 0)
+        with tf.device(HOST):  # on a GPU, the assertion would wait for a copy of its condition
+            checks = row_count_checks(counts, sizes, "fn with batched=True")
+        return run_after(checks, joined)
 
     def _run_chunk(self, handles: list[Any], *leaves: Any) -> list[Any]:
         """Run a chunk on the slot, and copy the results to the output device."""
@@ -177,6 +179,7 @@ class CallGraphBuilder:
             ended = completion_ops(self.slots[slot], results) if self.returns_early else []
         with tf.device(self.output_device):
             copies = copy_leaves(results)
+            copies = self._with_row_counts_checked(copies, [copies], count_rows(leaves[0], tf.int32)[tf.newaxis])
             control_ops = [*ended, *(ops_of(results) if self.traced.audit.has_side_effects else ())]
             return add_control_outputs(control_ops, copies) if control_ops else copies
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import run_after
 from devicemap.data.rows import count_rows
 from devicemap.data.structure import nodes_of, refused_by
-from devicemap.errors import failure
-from devicemap.events import Shard
+from devicemap.errors import OTHER_ROW_COUNT, failure
 
 _FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
 """Dtypes without kernels for TensorLists."""
@@ -71,52 +70,24 @@ def check_validity(structure: Any, specs: list[Any]) -> None:
 
 
 def row_counts(parts: Sequence[Any]) -> Any:
-    """Return the number of rows of each of these leaves: int64 `[len(parts)]`."""
+    """Return the number of rows of each of these leaves: int32 `[len(parts)]`. A scalar has no rows."""
     if all(isinstance(part, tf.Tensor) for part in parts):  # in few ops, for calls on few rows
-        return tf.stack(tf.shape_n(parts, out_type=tf.int64))[:, 0]
-    return tf.stack([count_rows(part) for part in parts])
+        shapes = tf.shape_n(parts)
+        if any(part.shape.rank is None for part in parts):
+            shapes = [tf.concat([shape, [0]], 0) for shape in shapes]
+        return tf.stack(shapes)[:, 0]
+    return tf.stack([count_rows(part, tf.int32) for part in parts])
 
 
-def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
-    """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
-
-    `returned` has the row counts of each leaf. It is empty if there is only one shard, unless results are reduced.
-    """
-    counted = [counts.numpy() for counts in returned] or [[_eager_count(leaf)] for leaf in results]
-    for leaf, counts in enumerate(counted):
-        for count, shard in zip(counts, shards):
-            if count != len(shard):
-                raise failure(
-                    f"fn returned {count} row(s) for the {len(shard)} row(s) it was given ({shard}; leaf {leaf} of its "
-                    "results); with batched=True it must return one row per input row, in order. Set batched=False for "
-                    "a fn of one row",
-                    [shard],
-                )
-
-
-def _eager_count(leaf: Any) -> int:
-    """Return the number of rows of an eager leaf, without running an op if the leaf is dense."""
-    if leaf.shape.rank == 0:
-        raise failure(
-            "fn returned a scalar; with batched=True it must return one row per input row, of shape [rows, ...]. Set "
-            "batched=False for a fn of one row"
-        )
-    return int(leaf.shape[0] if isinstance(leaf, tf.Tensor) else count_rows(leaf))
-
-
-def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any, name: str = "fn") -> list[Any]:
-    """Add the check of `check_row_counts` to a graph, as an assertion."""
-    given = tf.cast(sizes, tf.int64)
-    message = (
-        f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and "
-        "rows given, per device:"
-    )
-    # tf.debugging would use the condition twice, and `run_after` would send the results through the first GPU.
-    checks = [
-        tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
-        for counts in returned or [row_counts([leaf]) for leaf in results]
-    ]
-    return run_after(checks, results)
+def row_count_checks(returned: Sequence[Any], sizes: Any, name: str) -> list[Any]:
+    """Return assertions that each leaf has as many rows as each shard. `returned` has the row counts of each leaf."""
+    message = f"{name} {OTHER_ROW_COUNT}; expected one row for each row. Rows returned and rows given, per device:"
+    given, checks = tf.cast(sizes, tf.int32), []
+    for counts in returned:
+        counts = tf.cast(counts, tf.int32)
+        # tf.debugging would use the condition twice, and `run_after` would send the results through the first GPU.
+        checks.append(tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given]))
+    return checks
 
 
 def with_equal_rows(rows: Sequence[Any], name: str, advice: str) -> list[Any]:

@@ -17,7 +17,7 @@ from devicemap._tensorflow.keras_calls import in_training
 from devicemap._tensorflow.runtime import colocate_with_inputs
 from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
 from devicemap.compile.invoke import Invoker
-from devicemap.compile.returned import row_counts, with_row_counts_checked, with_static_rows
+from devicemap.compile.returned import row_count_checks, row_counts, with_static_rows
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
 from devicemap.data.shards import join, shard_sizes
@@ -137,7 +137,7 @@ class PipelineGraph:
             there = [copy_leaves(value) for value in self.values]
             leaves = [*zip(*there)]
             counts = [*map(row_counts, leaves)]
-            checked = with_row_counts_checked([*map(join, leaves)], counts, self.sizes)
+            checked = run_after(row_count_checks(counts, self.sizes, "the pipeline"), [*map(join, leaves)])
             return [with_static_rows(leaf, self._batch.tensors[0][0].shape[0]) for leaf in checked]
 
 

@@ -19,7 +19,7 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
-from devicemap.compile.returned import check_row_counts, with_static_rows
+from devicemap.compile.returned import with_static_rows
 from devicemap.data.rows import HOST, Rows, count_rows
 from devicemap.data.shards import check_inner_shapes
 from devicemap.data.sources import Chunk
@@ -107,9 +107,9 @@ def run_graph(
         began, began_at = time.perf_counter(), time.time()
         try:
             if gradient_order:
-                results, returned, end_times = compiled.run_taped(graph, (sizes, *leaves), gradient_order)
+                results, end_times = compiled.run_taped(graph, (sizes, *leaves), gradient_order)
             else:
-                results, returned, end_times = compiled.run(graph, (sizes, *leaves), count)
+                results, end_times = compiled.run(graph, (sizes, *leaves), count)
         except tf.errors.OpError as error:  # signal handlers raise other errors
             if raise_out_of_memory and is_out_of_memory(error):
                 raise
@@ -118,8 +118,6 @@ def run_graph(
         if count:
             ends, seconds = end_times[0] if end_times else None, time.perf_counter() - began
             finished(partial(shard_events, shards, began_at, seconds, compiled.traced.audit.ordered, ends))
-        if count and compiled.traced.counts_rows:
-            check_row_counts(results, returned, shards)
     return compiled.pack(results)
 
 

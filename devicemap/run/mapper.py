@@ -24,7 +24,6 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.hints import is_model_of
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
-from devicemap.compile.returned import check_row_counts
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
@@ -231,9 +230,6 @@ class Mapper:
             def run(chunk: Chunk) -> Any:
                 leaves = self.program.with_row_seeds(chunk.leaves, chunk.start, chunk.count)
                 results = function(*compiled.flat(leaves))
-                if compiled.traced.counts_rows:
-                    returned = results[-1:] if compiled.traced.reduction else []  # states count their rows
-                    check_row_counts(results, returned, [chunk.on(device)])
                 return results if keep is None else keep(chunk, results)
 
             return run

@@ -9,7 +9,7 @@ from enum import Enum
 import tensorflow as tf
 
 from devicemap.devices import is_out_of_memory
-from devicemap.errors import DeviceMapError, brief, is_unknown_to_xla
+from devicemap.errors import OTHER_ROW_COUNT, DeviceMapError, brief, is_unknown_to_xla
 from devicemap.events import Shard
 
 _TRANSIENT = (
@@ -85,7 +85,7 @@ def is_row_error(error: BaseException) -> bool:
     (True, False)
     """
     of_device = isinstance(error, tf.errors.UnavailableError | DeviceMapError) or is_unknown_to_xla(error)
-    return isinstance(error, Exception) and not of_device
+    return isinstance(error, Exception) and not of_device and OTHER_ROW_COUNT not in str(error)
 
 
 def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseException) -> Shard:

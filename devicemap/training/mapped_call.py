@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import keep_alive, with_captures
+from devicemap._tensorflow.functions import keep_alive, run_after, with_captures
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, tf_variable
@@ -26,7 +26,7 @@ from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import split_seeds
-from devicemap.compile.returned import with_equal_rows, with_row_counts_checked, with_static_rows
+from devicemap.compile.returned import row_count_checks, with_equal_rows, with_static_rows
 from devicemap.compile.transfers import send_along_tree, send_in_buckets
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import join
@@ -223,7 +223,7 @@ class MappedCall:
     def _with_checks(self, results: Sequence[Any], counts: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
         """Return results, with an assertion that each output, if there is one, has these numbers of rows on the devices."""
         of_leaves = [*map(tf.stack, counts)]
-        return with_row_counts_checked(results, of_leaves, sizes, self._layer.name) if of_leaves else list(results)
+        return run_after(row_count_checks(of_leaves, sizes, self._layer.name), results) if of_leaves else list(results)
 
     def _call_layer(
         self, rows: Sequence[Any], overrides: Sequence[tuple[Any, Any]] | None
