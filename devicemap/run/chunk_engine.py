@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -64,7 +65,8 @@ def run_chunks(
 
 
 def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult]:
-    """Yield results in the order of rows from a reorder buffer, or as they arrive."""
+    """Yield the results of whole chunks, in the order of rows from a reorder buffer, or as they are complete."""
+    incomplete: dict[int, ChunkResult] = {}
     buffer: dict[int, ChunkResult] = {}
     delivered, end = 0, None
     while end is None or delivered < end.chunks:
@@ -72,13 +74,27 @@ def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult
         if isinstance(message, End):
             end = message
             continue
+        if (result := joined(incomplete, message)) is None:
+            continue
         if not in_order:
             delivered += 1
-            yield message
+            yield result
             continue
-        buffer[message.number] = message
+        buffer[result.number] = result
         while delivered in buffer:
             delivered += 1
             yield buffer.pop(delivered - 1)
     if end.error is not None:
         raise end.error
+
+
+def joined(incomplete: dict[int, ChunkResult], result: ChunkResult) -> ChunkResult | None:
+    """Add the results of some rows to those of their chunk. Return them when the chunk is complete."""
+    known = incomplete.pop(result.number, None)
+    if known is not None:
+        known.results.update(result.results)
+        result = replace(known, computed=known.computed + result.computed)
+    if result.computed == result.count:
+        return result
+    incomplete[result.number] = result
+    return None

@@ -31,48 +31,37 @@ FAILURES_IN_A_ROW = 3
 class RetryAction(Enum):
     """The action after a chunk failed."""
 
-    HALVE = "the same device computes it in halves, with nothing else running there"
+    HALVE = "it is computed in halves, and the device that failed runs nothing else beside a chunk"
     RETRY = "another device computes it, if there is one"
-    SPLIT = "the same device computes its halves, to find the rows that fail"
-    REPEAT = "the same device computes it again"
+    SPLIT = "devices compute its halves, to find the rows that fail"
     LEAVE_OUT = "its row is left out"
     RAISE = "its error is raised at once"
 
 
-def retry_action(error: BaseException, rows: int, attempts: int, max_retries: int, alone: bool = False) -> RetryAction:
-    """Return the action after the `attempts`-th failure of a chunk of `rows` rows, which may have run `alone` on its device.
+def action_after(
+    error: BaseException, rows: int, attempts: int, max_retries: int, alone: bool = False, skips: bool = False
+) -> RetryAction:
+    """Return the action after the `attempts`-th failure of `rows` rows, which may have run `alone` on their device.
+
+    `skips`: whether rows that fail by themselves are left out.
 
     >>> full = tf.errors.ResourceExhaustedError(None, None, "")
-    >>> [retry_action(full, rows, 1, 2, alone).name for rows, alone in ((64, True), (1, False), (1, True))]
+    >>> [action_after(full, rows, 1, 2, alone).name for rows, alone in ((64, True), (1, False), (1, True))]
     ['HALVE', 'HALVE', 'RAISE']
-    >>> [retry_action(tf.errors.UnavailableError(None, None, ""), 64, n, 2).name for n in (2, 3)]
+    >>> [action_after(tf.errors.UnavailableError(None, None, ""), 64, n, 2).name for n in (2, 3)]
     ['RETRY', 'RAISE']
-    >>> retry_action(tf.errors.InvalidArgumentError(None, None, ""), 64, 1, 2).name
-    'RAISE'
+    >>> bad = tf.errors.InvalidArgumentError(None, None, "")
+    >>> action_after(bad, 64, 1, 2).name, [action_after(bad, rows, 1, 2, skips=True).name for rows in (8, 1)]
+    ('RAISE', ['SPLIT', 'LEAVE_OUT'])
     """
     if max_retries and is_out_of_memory(error):
-        return RetryAction.HALVE if rows > 1 or not alone else RetryAction.RAISE
-    transient = isinstance(error, _TRANSIENT) and not is_python_bug(error)
-    return RetryAction.RETRY if transient and attempts <= max_retries else RetryAction.RAISE
-
-
-def skip_action(error: BaseException, rows: int, chunk_rows: int, attempts: int, max_retries: int) -> RetryAction:
-    """Return the action after `rows` rows of a chunk failed, whose error would be raised if no rows were left out.
-
-    `attempts` counts the failures of a single row.
-
-    >>> bad, lost = tf.errors.InvalidArgumentError(None, None, ""), tf.errors.InternalError(None, None, "")
-    >>> [skip_action(bad, rows, 64, 1, 2).name for rows in (8, 1)]
-    ['SPLIT', 'LEAVE_OUT']
-    >>> [skip_action(lost, 1, 64, attempts, 2).name for attempts in (2, 3)]
-    ['REPEAT', 'LEAVE_OUT']
-    """
-    if not is_row_error(error):
+        if rows > 1 or not alone:
+            return RetryAction.HALVE
+    elif isinstance(error, _TRANSIENT) and not is_python_bug(error) and attempts <= max_retries:
+        return RetryAction.RETRY
+    if not skips or not is_row_error(error):
         return RetryAction.RAISE
-    if rows > 1:
-        return RetryAction.SPLIT
-    repeats = rows < chunk_rows and retry_action(error, 1, attempts, max_retries, alone=True) is RetryAction.RETRY
-    return RetryAction.REPEAT if repeats else RetryAction.LEAVE_OUT
+    return RetryAction.SPLIT if rows > 1 else RetryAction.LEAVE_OUT
 
 
 def is_row_error(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ The scheduler runs in a thread of its own, which owns all state of the call, so 
 
 - The source is read in order. Each row is computed once, more often only if a chunk fails and is tried again.
 - A chunk with a transient error goes to a device that has not tried it, if there is one.
-- A device that ran out of memory computes that chunk with nothing else running there.
+- A device that ran out of memory computes one chunk at a time, with at most as many rows as fit.
 - At most `window` chunks are read and not delivered.
 """
 
@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.runtime import allocator_bytes
 from devicemap.data.sources import Source
-from devicemap.devices import kind_of
+from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import add_note
 from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
@@ -47,17 +47,15 @@ class DeviceState:
 
     runner: Runner
     throughput: Throughput
+
+    most_running: int
+    """The most chunks in flight: 1 after the device ran out of memory."""
+
     queue: SimpleQueue[QueuedChunk | None] = field(default_factory=SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
 
     running: int = 0
     """Chunks in flight."""
-
-    too_large: deque[QueuedChunk] = field(default_factory=deque)
-    """Chunks with which it ran out of memory."""
-
-    alone: bool = False
-    """Whether such a chunk is running, with nothing else on the device."""
 
     failures: int = 0
     """Failures since the last success. With `on_error="skip"`, an error of a row counts when another device computes it."""
@@ -74,7 +72,7 @@ class DeviceState:
     @property
     def has_room(self) -> bool:
         """Whether it may get another chunk."""
-        return self.running < self.runner.in_flight and not self.alone and not self.too_large
+        return self.running < self.most_running
 
 
 class Scheduler:
@@ -84,7 +82,9 @@ class Scheduler:
         """`measured` holds measurements of earlier calls."""
         self._call, self._source = call, source
         self._devices = {
-            runner.device: DeviceState(runner, measured.get(runner.device, Throughput()).between_calls())
+            runner.device: DeviceState(
+                runner, measured.get(runner.device, Throughput()).between_calls(), most_running=runner.in_flight
+            )
             for runner in runners
         }
         self._alive = list(self._devices)
@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def _unfinished(self) -> bool:
-        return bool(self._retries) or any(state.running or state.too_large for state in self._devices.values())
+        return bool(self._retries) or any(state.running for state in self._devices.values())
 
     @property
     def _may_read(self) -> bool:
@@ -133,12 +133,6 @@ class Scheduler:
 
     def _send_next(self) -> bool:
         """Send one chunk, failed ones first, to a device with room. Return whether one was sent."""
-        for name in self._alive:
-            state = self._devices[name]
-            if state.too_large and not state.running:
-                state.alone = True
-                self._send(name, state.too_large.popleft())
-                return True
         for queued in self._retries:
             tried = {shard.device for shard in queued.tried}
             untried = [name for name in self._alive if name not in tried] or self._alive
@@ -178,24 +172,26 @@ class Scheduler:
             self._call.to_consumer.put(End(self._read, error))
             return False
         idle = self._source.reads and not self._devices[name].running
-        self._send(
-            name, QueuedChunk(self._read, chunk.start, chunk, waited_seconds=self._call.now() - began if idle else 0.0)
-        )
+        waited = self._call.now() - began if idle else 0.0
+        self._send(name, QueuedChunk(self._read, chunk.start, chunk.count, chunk, waited_seconds=waited))
         self._read += 1
         return True
 
     def _send(self, name: str, queued: QueuedChunk) -> None:
-        """Queue a chunk for a device, and start another worker if all are busy."""
+        """Queue a chunk for a device, as many rows as fit into its memory, and start another worker if all are busy."""
         if self._call.stopped:  # while the chunk was read
             return
         state = self._devices[name]
+        limit = state.throughput.limit
+        if limit is not None and limit < queued.rows.count:
+            queued, rest = queued.cut(limit)
+            self._retries.appendleft(rest)
         state.busy_since = state.busy_since if state.running else self._call.now()
         state.running += 1
-        state.throughput = state.throughput.taking(queued.chunk.count)
+        state.throughput = state.throughput.taking(queued.rows.count)
         if not state.threads:
             state.peak_before = _peak_share(name)
-        limit = state.throughput.limit
-        state.queue.put(queued if queued.limit == limit else replace(queued, limit=limit))
+        state.queue.put(replace(queued, alone=state.most_running == 1))
         if len(state.threads) < state.running:
             state.threads.append(self._call.start_worker(state.runner, state.queue))
 
@@ -211,48 +207,51 @@ class Scheduler:
         elif isinstance(message, Finished):
             self._finish(message)
         elif isinstance(message, Failed):
-            self._retry(message)
+            self._handle_failure(message)
 
     def _finish(self, message: Finished) -> None:
         state, started, ended = self._devices[message.device], message.started, message.ended
         peak = _peak_share(message.device)
         state.throughput = state.throughput.finishing(
-            message.queued.chunk.count,
+            message.queued.rows.count,
             ended - max(started, state.busy_since),
             ended - started,
             peak if peak > state.peak_before else None,
         )
-        if message.queued.out_of_memory:
-            state.throughput = state.throughput.limited(message.limit)
         state.busy_since = ended
         state.running -= 1
-        state.alone, state.failures = False, 0
-        if self._call.skips and not message.rows_failed:
+        state.failures = 0
+        if self._call.skips:
             for name in {shard.device for shard in message.queued.tried} - {message.device}:
                 self._blame(name, message.queued)
 
-    def _retry(self, message: Failed) -> None:
-        name, queued, error = message.shard.device, message.left, message.error
+    def _handle_failure(self, message: Failed) -> None:
+        """Queue the rows again, in front of all others, because `fn` may depend on the order of rows."""
+        name, error, halve = message.shard.device, message.error, message.action is RetryAction.HALVE
+        queued = replace(message.queued, again=True, out_of_memory=halve, waited_seconds=0.0)
         state = self._devices[name]
         state.running -= 1
-        state.alone = False
-        state.throughput = state.throughput.giving_up(message.queued.chunk.count)
-        if message.action is RetryAction.HALVE:
-            queued = replace(queued, out_of_memory=True)
-            state.throughput = state.throughput.limited(max(1, len(message.shard) // 2))
-            if name in self._alive:
-                state.too_large.append(queued)
-            else:  # the device was set aside while the chunk ran
-                self._retries.append(replace(queued, out_of_memory=False))
-            return
-        queued = replace(queued, tried=(*queued.tried, message.shard), out_of_memory=False)
-        self._retries.append(queued)
-        state.last_error = error
-        # If failing rows are left out, another device shows later whether the rows or this device are at fault.
-        if not self._call.skips or not is_row_error(error):
-            self._blame(name, queued)
-        if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
-            self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)
+        state.throughput = state.throughput.giving_up(queued.rows.count)
+        match message.action:
+            case RetryAction.HALVE:
+                state.throughput = state.throughput.limited(max(1, queued.rows.count // 2))
+                state.most_running = 1
+                self._retries.appendleft(queued)
+            case RetryAction.SPLIT:
+                self._retries.extendleft(reversed(replace(queued, tried=()).cut(queued.rows.count // 2)))
+            case RetryAction.LEAVE_OUT:
+                if is_out_of_memory(error):  # this row is too large for all devices that tried it; others may not be
+                    for each in self._devices.values():
+                        each.throughput = each.throughput.limited(None)
+            case RetryAction.RETRY:
+                queued = replace(queued, tried=(*queued.tried, message.shard))
+                self._retries.appendleft(queued)
+                state.last_error = error
+                # If failing rows are left out, another device shows later whether the rows or this device are at fault.
+                if not self._call.skips or not is_row_error(error):
+                    self._blame(name, queued)
+                if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
+                    self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)
 
     def _blame(self, name: str, queued: QueuedChunk) -> None:
         """Count a failure of a device with this chunk, and set the device aside after several in a row."""
@@ -265,8 +264,6 @@ class Scheduler:
         """Send no more chunks to these devices, because of this error with this chunk."""
         for each in [each for each in lost if each in self._alive]:
             self._alive.remove(each)
-            self._retries.extend(replace(other, out_of_memory=False) for other in self._devices[each].too_large)
-            self._devices[each].too_large.clear()
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
             raise self._call.located_error(error, queued.tried)

@@ -6,12 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from devicemap.data.sources import Chunk
-from devicemap.devices import is_out_of_memory
 from devicemap.events import (
     CallFinished,
     ChunkFailed,
@@ -22,7 +20,7 @@ from devicemap.events import (
     RowFailed,
     Shard,
 )
-from devicemap.run.retries import AGAIN_SECONDS, RetryAction, failing_row, retry_action, skip_action
+from devicemap.run.retries import AGAIN_SECONDS, RetryAction, action_after, failing_row
 
 
 @dataclass(frozen=True)
@@ -41,56 +39,55 @@ class Runner:
 
 @dataclass(frozen=True)
 class QueuedChunk:
-    """A chunk on its way to a device."""
+    """Rows of a chunk on their way to a device: all of them, or a part if the chunk failed or does not fit into memory."""
 
     number: int
     """Position of the chunk in the order of rows."""
 
     start: int
-    """Global index of its first row."""
+    count: int
+    """Global index of the first row, and the number of rows, of the whole chunk."""
 
-    chunk: Chunk
-    """Its rows that are still to be computed."""
+    rows: Chunk
+    """The rows to compute."""
 
-    parts: tuple[Any, ...] = ()
-    """The results of earlier rows of the chunk."""
+    again: bool = False
+    """Whether they failed before."""
 
     tried: tuple[Shard, ...] = ()
-    """The rows that failed, on each device that tried them."""
+    """The same rows on each device that tried them, with a transient error."""
 
     out_of_memory: bool = False
-    """Whether its device ran out of memory, and now computes the chunk with nothing else running."""
+    """Whether a device ran out of memory with them."""
 
-    limit: int | None = None
-    """The most rows that the device computes at once."""
+    alone: bool = False
+    """Whether nothing else runs on the device."""
 
     waited_seconds: float = 0.0
     """How long the device was idle because the chunk was being read."""
 
+    def cut(self, rows: int) -> tuple[QueuedChunk, QueuedChunk]:
+        """Return the first `rows` rows, and the others, which no device has tried by themselves."""
+        start, middle, stop = self.rows.start, self.rows.start + rows, self.rows.start + self.rows.count
+        first = replace(self, rows=self.rows.cut(start, middle))
+        return first, replace(self, rows=self.rows.cut(middle, stop), tried=(), waited_seconds=0.0)
+
 
 @dataclass(frozen=True)
 class Finished:
-    """A message to the scheduler: a device computed a chunk between two times."""
+    """A message to the scheduler: a device computed rows between two times."""
 
     queued: QueuedChunk
     device: str
     started: float
     ended: float
 
-    limit: int | None
-    """The most rows that fit into its memory, as far as this chunk shows."""
-
-    rows_failed: bool
-    """Whether rows of the chunk were left out."""
-
 
 @dataclass(frozen=True)
 class Failed:
-    """A message to the scheduler: rows of a chunk failed with an error of a device. `left` has all rows that are not
-    computed."""
+    """A message to the scheduler: rows failed. They are computed again, or were left out."""
 
     queued: QueuedChunk
-    left: QueuedChunk
     shard: Shard
     error: BaseException
     action: RetryAction
@@ -98,11 +95,23 @@ class Failed:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """A message to the consumer: the results of a chunk, in one or several parts."""
+    """A message to the consumer: the results of a chunk, or of a part of its rows."""
 
     number: int
     start: int
-    parts: list[Any]
+    count: int
+    """Position, first row and number of rows of the chunk, as in `QueuedChunk`."""
+
+    computed: int
+    """How many of its rows were computed or left out."""
+
+    results: dict[int, Any]
+    """The results by their first row. Rows that are left out have none."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """The results in the order of rows."""
+        return [self.results[start] for start in sorted(self.results)]
 
 
 @dataclass(frozen=True)
@@ -187,66 +196,31 @@ def run_worker(call: Call, runner: Runner, queue: SimpleQueue[QueuedChunk | None
         call.fail(error)
 
 
-def _run_rows(run: Callable[[Chunk], Any], chunk: Chunk, start: int, stop: int) -> Any:
-    return run(chunk.cut(start, stop))
-
-
 def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: QueuedChunk) -> None:
-    """Compute a chunk, in smaller ones if it has more rows than fit into the memory of the device, or if rows of it fail."""
-    chunk, limit, began, parts = queued.chunk, queued.limit, call.now(), [*queued.parts]
-    again, attempt, waited = bool(queued.tried) or queued.out_of_memory, len(queued.tried) + 1, queued.waited_seconds
-    pending = [(chunk.start, chunk.start + chunk.count)]  # the rows left, the first ones last
-    rows_failed = False
-    tries = 0  # attempts of a single row, after it failed among others
-    while pending:
-        start, stop = pending.pop()
-        if limit and limit < stop - start:
-            pending.append((start + limit, stop))
-            stop = start + limit
-        rows = chunk.cut(start, stop)
-        shard, started = rows.on(device), call.now()
-        if again:
-            call.notify(ChunkRetried, shard=shard, attempt=attempt, out_of_memory=queued.out_of_memory)
-        call.notify(ChunkStarted, shard=shard, waited_seconds=waited)
-        waited = 0.0
-        try:
-            parts.append(run(rows))
-        except BaseException as error:
-            if call.stopped:  # the call was cancelled; the rows are not at fault
-                return
-            call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            again, retries = True, call.max_retries
-            action = retry_action(error, rows.count, attempt, retries, queued.out_of_memory)
-            if action is RetryAction.RAISE and call.skips:
-                tries += rows.count == 1
-                action = skip_action(error, rows.count, chunk.count, tries, retries)
-            match action:
-                case RetryAction.RAISE:
-                    soon = call.now() - started < AGAIN_SECONDS
-                    if call.may_repeat and soon:
-                        shard = failing_row(partial(_run_rows, run, rows), shard, error)
-                    call.fail(call.located_error(error, (*queued.tried, shard)))
-                    return
-                case RetryAction.HALVE if queued.out_of_memory:
-                    limit = rows.count // 2
-                    pending.append((start, stop))
-                case RetryAction.RETRY | RetryAction.HALVE:
-                    left = replace(queued, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
-                    call.to_scheduler.put(Failed(queued, left, shard, error, action))
-                    return
-                case RetryAction.SPLIT:
-                    middle = start + rows.count // 2
-                    pending += [(middle, stop), (start, middle)]
-                case RetryAction.REPEAT:
-                    pending.append((start, stop))
-                case RetryAction.LEAVE_OUT:
-                    call.leave_out(rows, shard, error)
-                    call.notify(RowFailed, shard=shard, error=error)
-                    rows_failed, tries = True, 0
-                    if queued.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
-                        limit = None
-        else:
-            call.notify(ChunkFinished, shard=shard, started_seconds=started)
-            tries = 0
-    call.to_consumer.put(ChunkResult(queued.number, queued.start, parts))
-    call.to_scheduler.put(Finished(queued, device, began, call.now(), limit, rows_failed))
+    """Compute rows, and send their results to the consumer. If they fail, the scheduler may send them to a device again."""
+    rows, started, attempts = queued.rows, call.now(), len(queued.tried) + 1
+    shard = rows.on(device)
+    if queued.again:
+        call.notify(ChunkRetried, shard=shard, attempt=attempts, out_of_memory=queued.out_of_memory)
+    call.notify(ChunkStarted, shard=shard, waited_seconds=queued.waited_seconds)
+    try:
+        result = run(rows)
+    except BaseException as error:
+        if call.stopped:  # the call was cancelled; the rows are not at fault
+            return
+        call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
+        action = action_after(error, rows.count, attempts, call.max_retries, queued.alone, call.skips)
+        if action is RetryAction.RAISE:
+            if call.may_repeat and call.now() - started < AGAIN_SECONDS:
+                shard = failing_row(lambda start, stop: run(rows.cut(start, stop)), shard, error)
+            call.fail(call.located_error(error, (*queued.tried, shard)))
+            return
+        if action is RetryAction.LEAVE_OUT:
+            call.leave_out(rows, shard, error)
+            call.notify(RowFailed, shard=shard, error=error)
+            call.to_consumer.put(ChunkResult(queued.number, queued.start, queued.count, rows.count, {}))
+        call.to_scheduler.put(Failed(queued, shard, error, action))
+    else:
+        call.notify(ChunkFinished, shard=shard, started_seconds=started)
+        call.to_consumer.put(ChunkResult(queued.number, queued.start, queued.count, rows.count, {rows.start: result}))
+        call.to_scheduler.put(Finished(queued, device, started, call.now()))

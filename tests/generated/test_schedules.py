@@ -17,6 +17,7 @@ import tensorflow as tf
 from indices import IndexSource
 
 from devicemap.data.sources import Chunk
+from devicemap.run.chunk_engine import joined
 from devicemap.run.scheduler import DELIVERED, STOP, Scheduler
 from devicemap.run.workers import Call, ChunkResult, End, QueuedChunk, Runner, run_worker
 from devicemap.types import DeviceLost
@@ -52,6 +53,7 @@ class Simulation(Call):
         self.messages = deque[Any]()
         self.time, self.steps = 0.0, 0
         self.lost = set[str]()
+        self.incomplete: dict[int, ChunkResult] = {}
         self.buffer: dict[int, ChunkResult] = {}
         self.delivered: list[ChunkResult] = []
         self.end: End | None = None
@@ -110,12 +112,12 @@ class Simulation(Call):
         device = self.devices[name]
         untried = self.devices.keys() - self.lost - {shard.device for shard in queued.tried}
         self.alone = len(device.running) == 1
-        if queued.out_of_memory:
+        if queued.alone:
             assert self.alone
             assert device.queue.empty()
-        elif queued.tried and name in {shard.device for shard in queued.tried}:
+        if queued.tried and name in {shard.device for shard in queued.tried}:
             assert not untried
-        self.time += device.seconds_per_row * queued.chunk.count * self.draw.random()
+        self.time += device.seconds_per_row * queued.rows.count * self.draw.random()
         queue: SimpleQueue[QueuedChunk | None] = SimpleQueue()
         queue.put(queued)
         queue.put(None)
@@ -125,7 +127,7 @@ class Simulation(Call):
     def compute(self, device: Device, chunk: Chunk) -> list[int]:
         if self.time > device.breaks_at:
             raise Broken(None, None, "broken")
-        if sum(queued.chunk.count for queued in device.running) * (not self.alone) + chunk.count > device.memory_rows:
+        if sum(queued.rows.count for queued in device.running) * (not self.alone) + chunk.count > device.memory_rows:
             raise Full(None, None, "full")
         if self.draw.random() < device.failure_rate:
             raise Transient(None, None, "again")
@@ -149,7 +151,8 @@ class Simulation(Call):
                 self.put(STOP)
         elif isinstance(message := self.to_consumer.get(), ChunkResult):
             assert message.number not in self.buffer
-            self.buffer[message.number] = message
+            if (whole := joined(self.incomplete, message)) is not None:
+                self.buffer[whole.number] = whole
         else:
             assert self.end is None or self.stopped
             self.end = message

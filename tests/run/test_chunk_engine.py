@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from indices import IndexSource
 
 from devicemap.data.sources import Chunk
@@ -61,3 +62,19 @@ def test_an_error_while_a_call_begins_or_describes_an_error_ends_it() -> None:
         _results(20, [_runner(0, make_function=lambda: 1 / 0)])
     with pytest.raises(LookupError):
         _results(5, [_runner(0, lambda chunk: 1 / 0)], located_error=lambda error, shards: {}["no words"])
+
+
+def test_failed_parts_of_chunks_run_before_the_rows_after_them() -> None:
+    """As a function that writes variables in the order of rows needs it."""
+    computed, faults = list[int](), iter([tf.errors.AbortedError(None, None, "again")])
+
+    def before(chunk: Chunk) -> None:
+        if chunk.count > 4:
+            raise tf.errors.ResourceExhaustedError(None, None, "full")
+        if chunk.start == 8 and (fault := next(faults, None)):
+            raise fault
+        computed.extend(chunk.leaves[0])
+
+    results = run_chunks(IndexSource(24, 8), [_runner(0, before)], Call(max_retries=2))
+    assert [[len(part) for part in result.parts] for result in results] == [[4, 4]] * 3
+    assert computed == [*range(24)]

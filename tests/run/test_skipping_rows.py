@@ -167,7 +167,7 @@ def test_rows_that_fail_on_all_devices_cost_no_device(devices: list[str], batch_
 
 
 @pytest.mark.parametrize("bad", [[0], [17], [17, 18, 19, 40], [*range(0, 640, 64)]])
-def test_a_row_without_memory_does_not_make_later_chunks_small(bad: list[int]) -> None:
+def test_a_row_without_memory_does_not_make_later_chunks_small(devices: list[str], bad: list[int]) -> None:
     """A row that needs more memory than there is says nothing about the rows after it."""
 
     def check(rows: list[int]) -> None:
@@ -175,10 +175,10 @@ def test_a_row_without_memory_does_not_make_later_chunks_small(bad: list[int]) -
             raise MemoryError("too much")  # arrives as a ResourceExhaustedError
 
     events: list[Event] = []
-    results, mapper = _map(check, 640, batch_size=64, devices="CPU:0", progress=events.append)
+    results, mapper = _map(check, 640, batch_size=64, devices=devices, progress=events.append)
     assert results == np.delete(np.arange(640), bad).tolist()
     assert _failed(mapper) == bad
-    assert sum(isinstance(event, ChunkStarted) for event in events) < 10 + 20 * len(bad)
+    assert sum(isinstance(event, ChunkStarted) for event in events) < 10 + 20 * len(bad) * len(devices)
     events.clear()
     mapper(tf.range(1000, 1640))
     assert sum(isinstance(event, ChunkStarted) for event in events) == 10
