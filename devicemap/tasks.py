@@ -1,19 +1,14 @@
-"""Independent Python jobs. Each device runs one at a time, in a thread under `tf.device`."""
+"""Independent Python jobs. Each device runs one at a time, as a chunk of the chunk engine under `tf.device`."""
 
 from __future__ import annotations
 
 import inspect
 import reprlib
 import sys
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -21,23 +16,16 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import last_set_seed
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras_calls import dtype_policy
-from devicemap.compile.invoke import receive
+from devicemap.data.rows import Rows
+from devicemap.data.sources import Chunk, MemorySource
 from devicemap.devices import choose_devices, task_device
 from devicemap.errors import DataError, DeviceMapError, add_note, warn_user
-from devicemap.events import (
-    CallFinished,
-    CallStarted,
-    ChunkFailed,
-    ChunkFinished,
-    ChunkRetried,
-    ChunkStarted,
-    Event,
-    RowFailed,
-    Shard,
-    short_name,
-)
+from devicemap.events import Shard, short_name
 from devicemap.inspect.recorder import ProgressBar
 from devicemap.options import check_options
+from devicemap.run.chunk_engine import run_chunks
+from devicemap.run.retries import RetryAction
+from devicemap.run.workers import Call, Runner
 
 _BY_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
@@ -63,11 +51,11 @@ def parallel_tasks(
             `functools.partial` has not set.
         items: any objects; they are read before the first task starts.
         devices: as for `parallel_map`.
-        max_retries: how often a task that raised an exception is tried again.
+        max_retries: how often a task that raised an exception is tried again, first on a device that has not tried it.
         on_error: "raise": running tasks finish, no further task starts, and the first exception is raised. "skip": the
             exception takes the place of the result.
-        progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time. The rows of
-            an event are the number of the item.
+        progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time, in the thread
+            of a task. The rows of an event are the number of the item.
         name: a name for the progress bar.
 
     Returns:
@@ -84,8 +72,8 @@ def parallel_tasks(
     `keras.utils.clear_session()` in a task. Then each model equals one that is trained alone. After `tf.random.set_seed`, a
     `tf.function` that several tasks call draws the same numbers on each device, so give each task a `tf.random.Generator`.
 
-    Ctrl-C returns at once. A Python function cannot be interrupted from outside, so running tasks continue in daemon threads
-    until they end.
+    Ctrl-C returns within a second. A Python function cannot be interrupted from outside, so running tasks continue in daemon
+    threads until they end.
 
     Examples:
         >>> parallel_tasks(lambda n: n * n, [1, 2, 3])
@@ -106,135 +94,64 @@ def parallel_tasks(
         )
     bar = ProgressBar(name or str(getattr(fn, "__name__", "tasks"))) if progress is True else None
     observe = bar or (progress if callable(progress) else lambda event: None)
-    call = _Call(fn, [*items], int(max_retries), checked.skips, observe)
-    return call.run(choose_devices(devices))
+    seeding, names, items = last_set_seed(), choose_devices(devices), [*items]
+    results: list[Any] = [None] * len(items)
+    skipped: dict[int, BaseException] = {}
+    call = Call(
+        choose_action=_action_after,
+        are_tasks=True,
+        max_retries=int(max_retries),
+        skips=checked.skips,
+        leave_out=lambda item, shard, error: skipped.update({shard.start: error}),
+        observe=observe,
+    )
+    set_up_keras = _keras_settings()
+    runners = [
+        Runner(device, partial(copy_context().run, _task_function, fn, device, set_up_keras), in_flight=1)
+        for device in names[: max(1, len(items))]
+    ]
+    for result in run_chunks(MemorySource(Rows((), (items,), len(items)), 1), runners, call):
+        for number, value in result.results.items():
+            results[number] = value
+    while skipped:  # the traceback of each error refers to the call, and so to this dict
+        number, error = skipped.popitem()
+        results[number] = error
+    if len(runners) > 1 and last_set_seed() is not seeding:
+        warn_user(
+            "a task set the global seed, by tf.random.set_seed or keras.utils.set_random_seed. All threads draw from it, in "
+            "an order that changes from run to run. Give seeds to initializers, layers and generators",
+        )
+    return results
 
 
-_Ended = tuple[Shard, float, Any, BaseException | None]
-"""A message of a worker: the number of an item with the device, when the task started, and its result or error."""
+def _action_after(
+    error: BaseException, rows: int, attempts: int, max_retries: int, alone: bool, skips: bool
+) -> RetryAction:
+    """Return the action after a task failed, like `action_after`. Any exception may be transient."""
+    if not isinstance(error, Exception):  # SystemExit also ends the call
+        return RetryAction.RAISE
+    if attempts <= max_retries:
+        return RetryAction.RETRY
+    return RetryAction.LEAVE_OUT if skips else RetryAction.RAISE
 
 
-@dataclass
-class _Call:
-    """A call of `parallel_tasks`. The calling thread owns all state. Workers run the items in their queues."""
+def _task_function(fn: Callable[..., Any], device: str, set_up_keras: Callable[[], None]) -> Callable[[Chunk], Any]:
+    """Return the function that runs a task on a device, in the thread and the context of this call."""
+    task_device.set(device)
+    set_up_keras()
+    keywords = {"device": device} if _takes_device(fn) else {}
 
-    fn: Callable[..., Any]
-    items: Sequence[Any]
-    max_retries: int
-    skips: bool
-    observe: Callable[[Event], object]
-
-    def __post_init__(self) -> None:
-        self._began = time.perf_counter()
-        self._set_up_keras = _keras_settings()
-        self._passes_device = _takes_device(self.fn)
-        self._waiting = deque(range(len(self.items)))
-        self._queues: dict[str, SimpleQueue[Shard | None]] = {}
-        self._ended: SimpleQueue[_Ended] = SimpleQueue()
-        self._running = 0
-        self._failures: Counter[int] = Counter()
-
-    def run(self, devices: Sequence[str]) -> list[Any]:
-        """Run all tasks and return their results."""
-        self._queues = {device: SimpleQueue() for device in devices[: len(self.items)]}
-        workers = [
-            Thread(target=copy_context().run, args=(self._work, device), name="devicemap task", daemon=True)
-            for device in self._queues
-        ]
-        error: BaseException | None = None
-        seeding = last_set_seed()
+    def run_task(task: Chunk) -> Any:
+        (item,) = task.leaves[0]
         try:
-            self.observe(CallStarted(0.0, len(self.items), tuple(self._queues)))
-            for worker in workers:
-                worker.start()
-            results = self._collect()
-            if len(workers) > 1 and last_set_seed() is not seeding:
-                warn_user(
-                    "a task set the global seed, by tf.random.set_seed or keras.utils.set_random_seed. All threads draw from "
-                    "it, in an order that changes from run to run. Give seeds to initializers, layers and generators",
-                )
-            return results
-        except BaseException as raised:
-            error = raised
+            with tf.device(device):
+                return fn(item, **keywords)
+        except BaseException as error:
+            _add_note(error, task.on(device), item)
             raise
-        finally:
-            for queue in self._queues.values():
-                queue.put(None)
-            if not self._running:  # after Ctrl-C or an error of the observer, running tasks end later
-                for worker in workers:
-                    if worker.ident is not None:  # it is started
-                        worker.join()
-            try:
-                self.observe(CallFinished(self._now(), error))
-            finally:
-                error = None  # the traceback refers to this frame, and the cycle would keep the results of other tasks
 
-    def _work(self, device: str) -> None:
-        """Run the tasks in the queue of a device until `None` comes: the target of a worker's thread."""
-        task_device.set(device)
-        self._set_up_keras()
-        keywords = {"device": device} if self._passes_device else {}
-        while (shard := self._queues[device].get()) is not None:
-            started, result, error = self._now(), None, None
-            try:
-                with tf.device(device):
-                    result = self.fn(self.items[shard.start], **keywords)
-            except BaseException as raised:  # SystemExit also ends the call
-                error = raised
-            self._ended.put((shard, started, result, error))
-            del result, error
-        del self  # the tracebacks of skipped errors refer to this frame, and would keep all items alive
-
-    def _collect(self) -> list[Any]:
-        """Return the results when all tasks have ended, or raise the first error that is not retried or skipped."""
-        results: list[Any] = [None] * len(self.items)
-        first: BaseException | None = None
-        for device in self._queues:
-            self._start_next(device)
-        while self._running:
-            shard, started, result, error = receive(self._ended)
-            self._running -= 1
-            number = shard.start
-            if error is None:
-                results[number] = result
-                self.observe(ChunkFinished(self._now(), shard, started))
-            else:
-                self.observe(ChunkFailed(self._now(), shard, started, error))
-                self._failures[number] += 1
-                again = isinstance(error, Exception) and self._failures[number] <= self.max_retries
-                if first is not None:
-                    pass
-                elif again:
-                    self._waiting.append(number)
-                elif self.skips and isinstance(error, Exception):
-                    self.observe(RowFailed(self._now(), shard, error))
-                    results[number] = _with_note(error, shard, self.items[number])
-                else:
-                    first = _with_note(error, shard, self.items[number])
-                    self._waiting.clear()
-            del result, error  # the traceback refers to objects of the task
-            self._start_next(shard.device)
-        try:
-            if first is not None:
-                raise first
-            return results
-        finally:
-            del first
-
-    def _start_next(self, device: str) -> None:
-        """Send the next item, if there is one, to an idle device."""
-        if self._waiting:
-            number = self._waiting.popleft()
-            shard = Shard(device, number, number + 1)
-            if self._failures[number]:
-                self.observe(ChunkRetried(self._now(), shard, self._failures[number] + 1))
-            self.observe(ChunkStarted(self._now(), shard, 0.0))
-            self._running += 1
-            self._queues[device].put(shard)
-
-    def _now(self) -> float:
-        """Return the seconds since the call began."""
-        return time.perf_counter() - self._began
+    context = copy_context()
+    return lambda task: context.run(run_task, task)
 
 
 def _keras_settings() -> Callable[[], None]:
@@ -266,9 +183,8 @@ def _takes_device(fn: Callable[..., Any]) -> bool:
     return any(other.name == "device" and other.kind in _BY_KEYWORD for other in others)
 
 
-def _with_note(error: Any, shard: Shard, item: Any) -> BaseException:
+def _add_note(error: BaseException, shard: Shard, item: Any) -> None:
     note = f"item {shard.start} on {short_name(shard.device)}"
     with suppress(Exception):  # reprlib fails for classes that have the name of a built-in one
         note += f": {reprlib.repr(item)}"
     add_note(error, note)
-    return error

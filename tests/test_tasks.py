@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import signal
 import threading
 import weakref
@@ -64,9 +66,10 @@ def test_maps_and_models_inside_a_task_use_its_device(devices: list[str]) -> Non
 
 @pytest.mark.parametrize("error", [KeyError("missing"), tf.errors.InternalError(None, None, "bad"), SystemExit(3)])
 def test_the_first_error_is_raised_and_running_tasks_finish(error: BaseException) -> None:
-    failed, finished = threading.Event(), []
+    failed, finished, started = threading.Event(), [], threading.Barrier(3, timeout=60)
 
     def task(item: int) -> None:
+        started.wait()
         if item == 1:
             raise error
         failed.wait(60)
@@ -249,6 +252,48 @@ def test_a_retry_finds_the_memory_of_the_failed_attempt_free() -> None:
         return free
 
     assert devicemap.parallel_tasks(task, [0], max_retries=2) == [[True, True]]
+
+
+def test_a_kept_error_keeps_no_other_items_and_results(devices: list[str]) -> None:
+    items = [_Memory() for _ in range(6)]
+    numbers = {id(item): number for number, item in enumerate(items)}
+    references = [*map(weakref.ref, items)]
+
+    def task(item: _Memory) -> _Memory:
+        if numbers[id(item)] % 2:
+            raise LookupError("odd")
+        result = _Memory()
+        references.append(weakref.ref(result))
+        return result
+
+    results = devicemap.parallel_tasks(task, items, devices=devices, on_error="skip")
+    kept = results[1]
+    assert isinstance(kept, LookupError)
+    del items, results
+    threads.wait_until_ended()
+    gc.collect()
+    assert [number for number, reference in enumerate(references) if reference() is not None] == [1]
+
+
+def test_a_raised_error_is_in_no_cycle() -> None:
+    """Which would keep the results of the other tasks until the garbage collector runs."""
+    references: list[weakref.ref[_Memory]] = []
+
+    def task(item: int) -> _Memory:
+        if item == 3:
+            raise LookupError("odd")
+        references.append(weakref.ref(result := _Memory()))
+        return result
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(LookupError):
+            devicemap.parallel_tasks(task, range(6), devices="CPU:0")
+        threads.wait_until_ended()
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Threads: the scheduler, the workers of each device, and the consumer, which runs the generator. They exchange messages through
 queues; apart from these, they share only a flag that stops the call. Leaving the generator in any way ends the call: running
-chunks are cancelled, and nothing more is read. An error that is not retried is raised as soon as it occurs. An error of the
-source is raised after the rows before it.
+chunks are cancelled, and nothing more is read. An error that is not retried is raised as soon as it occurs, or after running
+tasks (`Call.are_tasks`). An error of the source is raised after the rows before it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def run_chunks(
         finally:  # also after a second Ctrl-C
             source.close()
             measured.update(scheduler.throughput())
-            call.notify(CallFinished, error=error)
+            try:
+                call.notify(CallFinished, error=error)
+            finally:
+                error = None  # its traceback refers to this frame
 
 
 def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult]:
@@ -84,8 +87,11 @@ def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult
         while delivered in buffer:
             delivered += 1
             yield buffer.pop(delivered - 1)
-    if end.error is not None:
-        raise end.error
+    try:
+        if end.error is not None:
+            raise end.error
+    finally:
+        del end, message  # the traceback of the error refers to this frame
 
 
 def joined(incomplete: dict[int, ChunkResult], result: ChunkResult) -> ChunkResult | None:

@@ -91,6 +91,7 @@ class Scheduler:
         self._retries: deque[QueuedChunk] = deque()
         self._read = self._delivered = 0
         self._at_end = False
+        self._error: BaseException | None = None  # of the first task that failed
 
     def run(self) -> None:
         """Schedule chunks until all are computed, the call fails, or the consumer leaves: the target of the thread."""
@@ -100,11 +101,15 @@ class Scheduler:
                     while not self._call.to_scheduler.empty():
                         self._handle(self._call.to_scheduler.get())
                 elif self._at_end and not self._unfinished:
+                    if self._error is not None:
+                        self._call.fail(self._error)
                     return
                 else:
                     self._wait()
         except BaseException as error:  # from the observer, or from describing an error
             self._call.fail(error)
+        finally:
+            self._error = None  # its traceback will refer to the scheduler
 
     def close(self) -> None:
         """End the scheduler, and each worker after its current chunk."""
@@ -155,7 +160,7 @@ class Scheduler:
             others = [expected[other] for other in self._alive if other != name]
             # An estimate of 0 rows may be wrong. Only the source knows its end.
             rows = next_chunk_size(expected[name], others, left or None, chunk_rows)
-            if rows:
+            if rows or self._call.are_tasks:  # the durations of tasks are unrelated
                 return self._read_for(name, rows)
         return False
 
@@ -246,12 +251,21 @@ class Scheduler:
             case RetryAction.RETRY:
                 queued = replace(queued, tried=(*queued.tried, message.shard))
                 self._retries.appendleft(queued)
-                state.last_error = error
-                # If failing rows are left out, another device shows later whether the rows or this device are at fault.
-                if not self._call.skips or not is_row_error(error):
-                    self._blame(name, queued)
-                if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
-                    self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)
+                if not self._call.are_tasks:
+                    self._suspect(name, queued, error)
+            case RetryAction.RAISE:  # when running tasks have finished
+                self._error, self._at_end = self._error or error, True
+        if self._error is not None:
+            self._retries.clear()
+
+    def _suspect(self, name: str, queued: QueuedChunk, error: BaseException) -> None:
+        """Set a device aside if its transient errors show that it does not work."""
+        self._devices[name].last_error = error
+        # If failing rows are left out, another device shows later whether the rows or this device are at fault.
+        if not self._call.skips or not is_row_error(error):
+            self._blame(name, queued)
+        if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
+            self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)
 
     def _blame(self, name: str, queued: QueuedChunk) -> None:
         """Count a failure of a device with this chunk, and set the device aside after several in a row."""

@@ -132,6 +132,12 @@ class Call:
     deterministic: bool = True
     """Whether chunks are delivered in input order, or as they finish."""
 
+    choose_action: Callable[..., RetryAction] = action_after
+    """Returns the action after rows failed. It takes the arguments of `action_after`."""
+
+    are_tasks: bool = False
+    """Whether chunks are Python tasks. Any idle device takes the next task, and running tasks finish after an error."""
+
     max_retries: int = 0
     """How often a chunk that failed is tried again."""
 
@@ -209,8 +215,8 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
         if call.stopped:  # the call was cancelled; the rows are not at fault
             return
         call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
-        action = action_after(error, rows.count, attempts, call.max_retries, queued.alone, call.skips)
-        if action is RetryAction.RAISE:
+        action = call.choose_action(error, rows.count, attempts, call.max_retries, queued.alone, call.skips)
+        if action is RetryAction.RAISE and not call.are_tasks:
             if call.may_repeat and call.now() - started < AGAIN_SECONDS:
                 shard = failing_row(lambda start, stop: run(rows.cut(start, stop)), shard, error)
             call.fail(call.located_error(error, (*queued.tried, shard)))

@@ -57,6 +57,13 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
     assert _results(6, [slow, _runner(1, lambda chunk: chunk.start < 5 or release.set())], FAST) == [*range(0, 12, 2)]
 
 
+def test_an_idle_device_takes_the_next_task_however_slow_it_was() -> None:
+    both = threading.Barrier(2, timeout=10)
+    measured = {**FAST, "/device:CPU:1": Throughput(rows_per_second=1e-6)}
+    runners = [_runner(device, lambda chunk: both.wait()) for device in range(2)]
+    assert _results(2, runners, measured, are_tasks=True) == [0, 2]
+
+
 def test_an_error_while_a_call_begins_or_describes_an_error_ends_it() -> None:
     with pytest.raises(ZeroDivisionError):
         _results(20, [_runner(0, make_function=lambda: 1 / 0)])
