@@ -155,7 +155,22 @@ def _endless(row: Any) -> Any:
     return row
 
 
-def test_locating_an_error_takes_at_most_a_second() -> None:
+def test_an_error_that_does_not_occur_again_names_all_shards() -> None:
+    calls: list[float] = []
+
+    def python(row: Any) -> Any:
+        calls.append(float(row[0]))
+        if len(calls) == 1:
+            raise ZeroDivisionError
+        return row
+
+    message = "^mine failed on rows 0 to 1 on CPU:2, or rows 2 to 3 on CPU:0, or rows 4 to 5 on CPU:5: "
+    with pytest.raises(FunctionError, match=message):
+        devicemap.DeviceMap(lambda row: _python(python, row), **SEVERAL, name="mine")(X)
+    assert len(calls) >= 6
+
+
+def test_locating_an_error_takes_at_most_two_seconds() -> None:
     """The function raises the first time, and never returns afterwards."""
     calls: list[float] = []
 

@@ -62,59 +62,29 @@ class Invoker:
 
 def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
     """Return the result of a call in another thread. A signal handler that raises an error in this thread cancels the call."""
-    (outcome,) = attempt([call], cancellation)
-    assert outcome is not None  # the time is not limited
-    result, error = outcome
-    if error is None:
-        return result
-    try:
-        raise error
-    finally:
-        del outcome, error  # the traceback of the error refers to this frame
+    ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # safe in signal handlers
 
-
-def attempt(
-    calls: Sequence[Callable[[], Any]], cancellation: Cancellation, most_seconds: float = math.inf
-) -> list[tuple[Any, BaseException | None] | None]:
-    """Run calls in parallel, until all have ended, one has failed, or time is up. Then cancel the other calls.
-
-    Returns:
-        The result and the error of each call; `None` for a call that had not ended.
-
-    Raises:
-        BaseException: an error of a signal handler, at once. Errors of the calls are returned.
-    """
-    outcomes: list[tuple[Any, BaseException | None] | None] = [None] * len(calls)
-    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # safe in signal handlers
-
-    def make(i: int) -> None:
+    def run() -> None:
         try:
-            ended.put((i, calls[i](), None))
-        except BaseException as error:  # returned to the caller
-            ended.put((i, None, error))
+            ended.put((call(), None))
+        except BaseException as error:  # raised in the calling thread
+            ended.put((None, error))
 
-    threads = [threading.Thread(target=make, args=(i,), name="devicemap call", daemon=True) for i in range(len(calls))]
-    deadline = time.monotonic() + most_seconds
-    left = len(calls)
+    thread = threading.Thread(target=run, name="devicemap call", daemon=True)
     try:
-        for thread in threads:
-            thread.start()
-        while left:
-            i, result, error = receive(ended, deadline)
-            outcomes[i] = result, error
-            left -= 1
-            if error is not None:
-                break
-    except Empty:  # time is up
-        pass
+        thread.start()
+        result, error = receive(ended)
+    except BaseException:
+        cancellation.cancel()
+        join_threads([thread])
+        raise
+    thread.join()
+    try:
+        if error is not None:
+            raise error
+        return result
     finally:
-        if left:
-            cancellation.cancel()
-            join_threads(threads)
-    if not left:
-        for thread in threads:
-            thread.join()
-    return outcomes
+        del error  # its traceback refers to this frame
 
 
 def receive(queue: SimpleQueue[Any], deadline: float = math.inf) -> Any:

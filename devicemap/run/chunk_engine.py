@@ -12,8 +12,6 @@ import atexit
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
-from typing import Any
 
 from devicemap.compile.invoke import join_threads, receive
 from devicemap.data.sources import Source
@@ -47,7 +45,7 @@ def run_chunks(
     try:
         call.notify(CallStarted, rows=source.rows, devices=tuple(runner.device for runner in runners))
         thread.start()
-        for result in _received(call.to_consumer, call.deterministic):
+        for result in _received(call):
             if call.window is not None:
                 call.to_scheduler.put(DELIVERED)
             yield result
@@ -67,19 +65,19 @@ def run_chunks(
                 error = None  # its traceback refers to this frame
 
 
-def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[ChunkResult]:
+def _received(call: Call) -> Iterator[ChunkResult]:
     """Yield the results of whole chunks, in the order of rows from a reorder buffer, or as they are complete."""
     incomplete: dict[int, ChunkResult] = {}
     buffer: dict[int, ChunkResult] = {}
     delivered, end = 0, None
     while end is None or delivered < end.chunks:
-        message = receive(results)
+        message = receive(call.to_consumer, call.deadline)
         if isinstance(message, End):
             end = message
             continue
         if (result := joined(incomplete, message)) is None:
             continue
-        if not in_order:
+        if not call.deterministic:
             delivered += 1
             yield result
             continue

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from queue import Empty
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -17,16 +18,17 @@ from devicemap._tensorflow.gradients import have_tangents
 from devicemap.compile.call_spec import ANY_ORDER, CallSpec
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_builder import sizes_in_graph
-from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
 from devicemap.compile.returned import with_static_rows
 from devicemap.data.rows import HOST, Rows, count_rows
 from devicemap.data.shards import check_inner_shapes
-from devicemap.data.sources import Chunk
+from devicemap.data.sources import Chunk, MemorySource
 from devicemap.devices import is_out_of_memory
-from devicemap.errors import DataError, FunctionError
+from devicemap.errors import DataError
 from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
-from devicemap.run.retries import AGAIN_SECONDS, failing_row
+from devicemap.run.chunk_engine import run_chunks
+from devicemap.run.retries import AGAIN_SECONDS
+from devicemap.run.workers import Call, Runner
 
 
 def shard_events(
@@ -113,62 +115,49 @@ def run_graph(
         except tf.errors.OpError as error:  # signal handlers raise other errors
             if raise_out_of_memory and is_out_of_memory(error):
                 raise
-            located, cause = _locate(program, error, compiled, leaves, shards, time.perf_counter() - began)
-            raise located from cause
+            _raise_located(program, error, compiled, leaves, shards, time.perf_counter() - began)
         if count:
             ends, seconds = end_times[0] if end_times else None, time.perf_counter() - began
             finished(partial(shard_events, shards, began_at, seconds, compiled.traced.audit.ordered, ends))
     return compiled.pack(results)
 
 
-def _locate(
+def _raise_located(
     program: Program,
     error: Exception,
     compiled: CompiledMap,
-    leaves: Sequence[Any],
+    leaves: tuple[Any, ...],
     shards: Sequence[Shard],
     seconds: float,
-) -> tuple[BaseException, BaseException]:
-    """Return the error to raise for a graph that failed after `seconds`, and its cause.
+) -> NoReturn:
+    """Raise the error of a graph that failed after `seconds`.
 
-    TensorFlow does not report the device that failed. So each shard runs again by itself until one fails, unless that
-    would write a variable again or take long. If `fn` takes rows and has no side effects, halves of the shard run again to
-    find the row.
+    TensorFlow does not report the device that failed. So the rows run again in chunks, whose results are discarded, unless
+    that would write a variable again or take long. If `fn` takes rows and has no side effects, this finds the row, too.
     """
     repeats_rows = program.may_repeat(compiled)
     known = len(shards) < 2 and not repeats_rows
     if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
-        return program.located_error(error, shards), error
+        raise program.located_error(error, shards)
     cancellation = Cancellation()
-    functions, every = compiled.chunk_functions(cancellation), Chunk(0, shards[-1].stop, tuple(leaves))
-    found: dict[Shard, tuple[BaseException, Shard]] = {}
+    functions = compiled.chunk_functions(cancellation)
 
-    def run_on(shard: Shard) -> Any:
-        function = functions[shard.device]()
+    def make_function(device: str) -> Callable[[Chunk], Any]:
+        function = functions[device]()
+        return lambda chunk: function(*compiled.flat(chunk.leaves))
 
-        def run(start: int, stop: int) -> Any:
-            return function(*compiled.flat(every.cut(start, stop).leaves))
-
-        try:
-            return run(shard.start, shard.stop)
-        except tf.errors.CancelledError:  # another shard failed, or time is up
-            raise
-        except Exception as failure:
-            found[shard] = failure, shard
-            if repeats_rows:
-                found[shard] = failure, failing_row(run, shard, failure)
-            raise
-
-    outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, AGAIN_SECONDS)
-    if found:  # another shard's failure may have ended the search in this one
-        failure, where = min(found.values(), key=lambda each: (len(each[1]), each[1].start))
-        return program.located_error(failure, [where]), failure
-    try:
-        for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None and outcome[1] is None)):
+    runners = [Runner(device, partial(make_function, device), compiled.slots.count(device)) for device in functions]
+    call = Call(
+        may_repeat=repeats_rows,
+        located_error=program.located_error,
+        cancel=cancellation.cancel,
+        deadline=time.monotonic() + 2 * AGAIN_SECONDS,  # as long as the graph, and as long again to find the row
+    )
+    source = MemorySource(Rows(leaves, leaves, shards[-1].stop), max(map(len, shards)))
+    with suppress(Empty):  # time is up
+        for parts in zip(*(part for result in run_chunks(source, runners, call) for part in result.parts)):
             check_inner_shapes(parts)
-    except FunctionError as uneven:
-        return uneven, error
-    return program.located_error(error, shards), error
+    raise program.located_error(error, shards)
 
 
 def call_in_function(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -158,6 +159,9 @@ class Call:
 
     cancel: Callable[[], object] = lambda: None
     """Cancels the running chunks."""
+
+    deadline: float = math.inf
+    """Time of `time.monotonic` when the call ends with a `queue.Empty`."""
 
     to_scheduler: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     to_consumer: SimpleQueue[Any] = field(default_factory=SimpleQueue)
