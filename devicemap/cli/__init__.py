@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--rows", type=int, metavar="N", help="use the first N rows (default: 1024 of a dataset)")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time budget (default: %(default)s)")
     run = add("run", "Map over all rows and write the results. Repeat the command to continue a run.", mapping)
-    files = "a .npy, .npz, .parquet or .tfrecord file, or a directory"
+    files = "a .npy, .npz or .parquet file, or a directory"
     run.add_argument("--out", required=True, metavar="PATH", help=files)
     run.add_argument("--skip-errors", action="store_true", help="leave out rows that fail, and exit with code 3")
     run.add_argument("--trust-function", action="store_true", help="continue results of a changed FUNCTION")

@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _output_suffix(out: Path) -> str:
     """Return the suffix of the format of a file. Names of directories may have any suffix that is not of another format."""
-    suffix = out.suffix.lower().replace(".tfrecords", ".tfrecord")
+    suffix = out.suffix.lower()
     if suffix in _OTHER_FILES and not out.is_dir():
         raise OptionError(f"--out {out}; expected the suffix {', '.join(_FILES)}, or a directory without a suffix")
     return suffix
@@ -173,12 +173,11 @@ _FILES = {
     ".npy": "numpy.load({!r})",
     ".npz": "numpy.load({!r})",
     ".parquet": "pyarrow.parquet.read_table({!r})",
-    ".tfrecord": "tf.data.TFRecordDataset({!r})",
 }
 """Code to load the files that `run` writes, by suffix. Other names are directories."""
 
 _OTHER_FILES = frozenset(
     ".arrow .avro .bz2 .csv .feather .gz .h5 .hdf5 .ipc .json .jsonl .keras .mat .ndjson .orc .pickle .pkl .pq .pt "
-    ".safetensors .sqlite .tar .tsv .txt .xlsx .xz .zip .zst".split()
+    ".safetensors .sqlite .tar .tfrecord .tfrecords .tsv .txt .xlsx .xz .zip .zst".split()
 )
 """Suffixes of files that `run` cannot write, for which a directory would be a surprise."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,8 +30,6 @@ _CONTENTS = {
     ".npy": "one dense array of numbers",
     ".npz": "a dict of dense arrays of numbers",
     ".parquet": "a dict of dense or ragged arrays of numbers of at most 64 bits, or of strings",
-    ".tfrecord": "a dict of dense arrays or ragged lists; of strings, bool, integers of at most 63 bits, or floating-point "
-    "numbers of at most 32 bits",
 }
 """The contents of files, by suffix. A single array is treated as a dict with the key "result"."""
 
@@ -60,10 +57,7 @@ def _holds(suffix: str, spec: Any) -> bool:
     dtype, ragged = np.dtype(spec.dtype.as_numpy_dtype), isinstance(spec, tf.RaggedTensorSpec)
     if suffix in (".npy", ".npz"):
         return dtype.kind in "biufc" and not ragged
-    if suffix == ".parquet":
-        return dtype.kind in "biufO" and spec.shape.rank is not None
-    exact = spec.dtype in (tf.string, tf.bfloat16, tf.float16, tf.float32) or np.can_cast(dtype, np.int64)
-    return exact and (spec.shape.rank == 2 if ragged else spec.shape[2:].is_fully_defined())
+    return dtype.kind in "biufO" and spec.shape.rank is not None
 
 
 def export(results: Any, path: Path, suffix: str) -> None:
@@ -118,36 +112,12 @@ def _write_parquet(file: Any, results: Any, chunks: Iterable[Any]) -> None:
             writer.write_table(pyarrow.concat_tables(group))
 
 
-def _write_tfrecords(file: Any, results: Any, chunks: Iterable[Any]) -> None:
-    with tf.io.TFRecordWriter(file.name) as writer:
-        for chunk in chunks:
-            columns = _columns(chunk)
-            for row in zip(*map(_features_of, columns.values())):
-                features = tf.train.Features(feature=dict(zip(columns, row)))
-                writer.write(tf.train.Example(features=features).SerializeToString())
-
-
 _WRITERS: dict[str, Callable[[Any, Any, Iterable[Any]], None]] = {
     ".npy": _write_npy,
     ".npz": _write_npz,
     ".parquet": _write_parquet,
-    ".tfrecord": _write_tfrecords,
 }
 """Functions of a binary file, the results, and at least one chunk, by suffix."""
-
-
-def _features_of(column: Any) -> Iterator[Any]:
-    """Yield the feature of each row of an array or a ragged tensor."""
-    ragged = isinstance(column, tf.RaggedTensor)
-    values = np.asarray(column.values) if ragged else column
-    for start, stop in pairwise(column.row_splits.numpy() if ragged else range(len(column) + 1)):
-        row = values[start:stop].reshape(-1)
-        if row.dtype.kind == "O":
-            yield tf.train.Feature(bytes_list=tf.train.BytesList(value=row))
-        elif row.dtype.kind in "biu":
-            yield tf.train.Feature(int64_list=tf.train.Int64List(value=row.astype(np.int64)))
-        else:
-            yield tf.train.Feature(float_list=tf.train.FloatList(value=row.astype(np.float32)))
 
 
 def as_arrow(pa: Any, column: Any) -> Any:

@@ -64,7 +64,7 @@ class Results:
         for chunk in results: ...        chunk by chunk, as they were written
         results.load()                   all rows
         results.as_dataset()             a tf.data.Dataset of the chunks, as tensors
-        results.to_parquet("x.parquet")  a file for other programs; also to_npy and to_tfrecords
+        results.to_parquet("x.parquet")  a file for other programs; also to_npy
         results.to_dict()                counts, missing and failed rows, as JSON values
         results.failed_rows              rows of the data without results; results.row_numbers() has the others
 
@@ -211,15 +211,6 @@ class Results:
         64 MB, which is also the memory that the export needs. It needs pyarrow. Errors are those of `to_npy`.
         """
         export(self, Path(path), ".parquet")
-
-    def to_tfrecords(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows to a TFRecord file, each as a `tf.train.Example` with a feature for each key, or else `result`.
-
-        Features are lists of int64 (integers of at most 63 bits, bool), float32 (floating-point numbers of at most 32 bits) or
-        bytes, which `tf.io.parse_example` reads. The axes of a row are flattened; one of them may have an unknown length.
-        Errors are those of `to_npy`.
-        """
-        export(self, Path(path), ".tfrecord")
 
     def __repr__(self) -> str:
         rows = "?" if self._rows is None else len(self)

@@ -226,7 +226,7 @@ def test_a_file_is_written_if_the_output_is_closed(monkeypatch: pytest.MonkeyPat
 
 
 def test_names_of_files_and_directories() -> None:
-    for name, is_file in {"a.NPY": True, "a.tfrecords": True, "a.parquet": True, "a.v2": False, "a-0.1": False}.items():
+    for name, is_file in {"a.NPY": True, "a.parquet": True, "a.v2": False, "a-0.1": False}.items():
         assert write("double", "x.npy", out=name) == 0
         assert pathlib.Path(name).is_file() == is_file
     pathlib.Path("a.v2").rename("a.csv")
@@ -338,8 +338,9 @@ MISTAKES = [
     (
         ["nothing:is_called", "x.npy", "--out", "y.CSV"],
         2,
-        "--out y.CSV; expected the suffix .npy, .npz, .parquet, .tfrecord",
+        "--out y.CSV; expected the suffix .npy, .npz, .parquet, or a directory",
     ),
+    (["nothing:is_called", "x.npy", "--out", "y.tfrecord"], 2, "--out y.tfrecord; expected the suffix .npy, .npz"),
     (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
 ]
 

@@ -1,4 +1,4 @@
-"""Results as `.npy`, Parquet and TFRecord files."""
+"""Results as `.npy` and Parquet files."""
 
 from __future__ import annotations
 
@@ -83,24 +83,6 @@ def test_parquet_of_rows_whose_shape_differs_between_chunks(tmp_path: Path) -> N
     assert not (tmp_path / "x.npy").exists()
 
 
-FEATURES = {
-    "x": tf.io.FixedLenFeature([], tf.float32),
-    "n": tf.io.FixedLenFeature([], tf.int64),
-    "text": tf.io.FixedLenFeature([], tf.string),
-    "matrix": tf.io.FixedLenFeature([2, 3], tf.int64),
-}
-
-
-@pytest.mark.parametrize("name", ["columns", "ragged rows"])
-def test_tfrecords(tmp_path: Path, name: str) -> None:
-    fn, data, options = PARQUET[name]
-    results = _written(fn, tmp_path, data, **options)
-    results.to_tfrecords(tmp_path / "x.tfrecord")
-    records = tf.data.TFRecordDataset(str(tmp_path / "x.tfrecord")).batch(100).get_single_element()
-    features = FEATURES if fn is _pair else {"result": tf.io.RaggedFeature(tf.int64)}
-    assert _lists(tf.io.parse_example(records, features)) == _lists(results.load())
-
-
 @pytest.mark.parametrize("convert", [np.asarray, tf.constant, DeviceMap(tf.identity), DeviceMap(tf.identity).explain])
 def test_results_are_not_converted_to_arrays(tmp_path: Path, convert: Any) -> None:
     with pytest.raises(
@@ -115,7 +97,6 @@ REFUSED = {
     "npy of bfloat16": ("to_npy", lambda n: tf.cast(n, tf.bfloat16), r"bfloat16.*\.npy file"),
     "parquet of complex numbers": ("to_parquet", lambda n: tf.cast(n, tf.complex64), r"complex64.*\.parquet file"),
     "parquet of a tuple": ("to_parquet", lambda n: (n, n), r"'result': \(.*\.parquet file"),
-    "records of float64": ("to_tfrecords", lambda n: tf.cast(n, tf.float64), r"float64.*\.tfrecord file"),
 }
 
 
@@ -127,7 +108,7 @@ def test_what_a_file_cannot_hold(tmp_path: Path, method: str, fn: Any, message: 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("method", ["to_npy", "to_parquet", "to_tfrecords"])
+@pytest.mark.parametrize("method", ["to_npy", "to_parquet"])
 def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
     pytest.importorskip("pyarrow")
     results = _written(tf.identity, tmp_path)
