@@ -140,6 +140,19 @@ def _gradient_of_values(identity: Any, of_values: Any, of_matrix: Any) -> list[A
     return [None, _registry.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
 
 
+def can_replace_inputs() -> bool:
+    """Whether `replace_input` can be used."""
+    return usable(_operations)
+
+
+def replace_input(op: Any, tensor: Any) -> None:
+    """Replace the only input of an op of the graph being traced by a tensor that was created later.
+
+    The public API only creates ops whose inputs exist.
+    """
+    op._update_input(0, tensor)
+
+
 def can_redirect_gradients() -> bool:
     """Whether `gradient_redirector` can be used. Otherwise, differentiable calls read variables on their devices."""
     return usable(_registry, _operations) and _takes_gradient_functions()

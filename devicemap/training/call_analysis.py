@@ -78,7 +78,7 @@ class CallAnalysis:
 
         concrete = self._trace(call, tensors, dense)
         outputs = concrete.structured_outputs[0]
-        synchronizes = bool(normalizing)
+        self.synchronizes = synchronizes = bool(normalizing)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
         """Moving averages of batch normalization, by identity."""

@@ -33,9 +33,9 @@ from devicemap.data.shards import join
 from devicemap.errors import failure
 from devicemap.pipelines.stages import check_added_loss
 from devicemap.run.graph_engine import CallObservers, call_in_function, run_graph
+from devicemap.training.batch_norm import SharedMoments
 from devicemap.training.call_analysis import OTHER_LENGTHS, CallAnalysis
 from devicemap.training.forward import ForwardPass
-from devicemap.training.lockstep import Lockstep, synchronizing_moments
 from devicemap.training.padding import computed_in_step, have_rows, pad_shards
 from devicemap.training.recomputation import recompute, recomputing
 from devicemap.training.row_losses import RowLosses
@@ -166,9 +166,13 @@ class MappedCall:
                 results = copy_leaves(self._on_rows(shard, [value[slot] for value in values]))
                 return results, self._counts(results)
 
-        lockstep = Lockstep([partial(on_device, n) for n in range(len(devices))])
-        with recomputing(forward.recomputed), synchronizing_moments(batch_norms_of(forward.model), lockstep, real):
-            results, counts = zip(*lockstep.run())
+        functions = [partial(on_device, slot) for slot in range(len(devices))]
+        with recomputing(forward.recomputed):
+            if self._analysis.synchronizes:
+                traced = SharedMoments(real).trace(batch_norms_of(forward.model), functions)
+            else:
+                traced = [function() for function in functions]
+        results, counts = zip(*traced)
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
             joined = self._join_shards(results)
             joined = self._with_checks(joined, [*zip(*counts)], sizes)

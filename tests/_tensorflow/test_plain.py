@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import processes
 import pytest
@@ -14,6 +15,7 @@ import tensorflow as tf
 import devicemap
 from devicemap import _tensorflow
 from devicemap._tensorflow import Private, calls, functions, gradients, pfor
+from devicemap.errors import FunctionError
 
 PRIVATE = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
@@ -23,6 +25,7 @@ PRIVATE = {
 }
 X = tf.reshape(tf.range(12.0), [6, 2])
 SCALE = tf.Variable([2.0, 3.0])
+TWO = ["CPU:0", "CPU:1"]
 
 
 def _assert_answers(devices: list[str]) -> None:
@@ -63,6 +66,15 @@ def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: li
     _assert_answers(devices)
     doubled = devicemap.parallel_map(lambda row: row * 2, X, devices=devices, vectorize=True)
     np.testing.assert_array_equal(doubled, X * 2)
+
+
+def test_batch_normalization_is_local_with_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tensorflow, "private", False)
+    model = keras.Sequential([keras.Input([2]), keras.layers.BatchNormalization()])
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(FunctionError, match="set batch_norm='local'"):
+        devicemap.parallelize(model, TWO).train_on_batch(X, X)
+    devicemap.parallelize(model.detach(), TWO, batch_norm="local").train_on_batch(X, X)
 
 
 @pytest.mark.nightly

@@ -803,6 +803,14 @@ def draw_twice(dropout: layers.Layer, x: Any) -> None:
     tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, dropout(x, training=True)), [0, x])
 
 
+def normalize_once(norm: layers.Layer, x: Any) -> None:
+    """Normalize rows in the first call in each graph."""
+    graph = tf.compat.v1.get_default_graph()
+    if not hasattr(graph, "normalized"):
+        graph.normalized = True
+        norm(x, training=True)
+
+
 REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
     # a layer, options, what the error says
     "a value of rows": (lambda: Effect(lambda count, x: count.assign_add(tf.reduce_sum(x)), weight()), {}, "count"),
@@ -825,6 +833,8 @@ REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
     "a moving average in a tf.function": (
         lambda: Effect(lambda norm, x: tf.function(norm, autograph=False)(x, training=True), built_norm()),
         {"batch_norm": "local"}, r"moving_mean gets a new value .* tf\.function inside a layer"),
+    "a normalization on one device": (
+        lambda: Effect(normalize_once, built_norm()), {}, "more often on one device"),
     "draws in a loop": (
         lambda: Effect(draw_twice, layers.Dropout(0.5)), {}, "the same numbers in each step"),
     "draws that run again": (noisy, {"recompute": True}, r"keras\.random"),
