@@ -16,8 +16,9 @@ from devicemap._tensorflow.keras_calls import may_train
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
+from devicemap.devices import python_calls_at_once
 from devicemap.errors import failure, warn_user
-from devicemap.training.differences import SAME_NUMBERS, dependence_in_call, fixed_seed, is_comparable, ops_in
+from devicemap.training.differences import dependence_in_call, fixed_seed, is_comparable, ops_in
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallArguments, CallScope
@@ -83,13 +84,19 @@ class CallAnalysis:
         self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
         """Moving averages of batch normalization, by identity."""
         found = audit(concrete)
-        self._fixed_seeds = found.fixed_seeds
+        self.devices = forward.devices[: python_calls_at_once()] if found.python_ops else forward.devices
+        """The devices that may run the call at the same time."""
+        self.fixed_seeds = found.fixed_seeds
+        """The seeds of random ops that keep state for each trace."""
         _check(concrete, found, layer.name, synchronizes=synchronizes, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
         known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
+        if _reason_against_values(concrete):  # their gradients would be lost
+            known = [*filter(is_seed, known)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
-        """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
+        """The variables of which devices get values: those of the layer, and the seeds from which it draws, such as Keras's
+        global seed."""
         self._difference: str | None = None
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1:
@@ -109,15 +116,13 @@ class CallAnalysis:
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
         self.not_for_xla = _reason_against_xla(found, dense, synchronizes=synchronizes, runs_again=runs_again)
         """The reason why XLA does not compile the call, or `None`."""
-        with_xla = forward.model.jit_compile and self.not_for_xla is None
-        apart = runs_again or with_xla or tf.executing_eagerly() or any(id(v) in self.averaged for v in scope.changed)
         watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
-        self.in_lockstep = synchronizes or (
-            not (apart or found.fixed_seeds or _reason_against_lockstep(concrete))
-            and order_of_gradients(concrete, watched) > 1
+        once = runs_again or (forward.model.jit_compile and self.not_for_xla is None)
+        self.inline = (
+            synchronizes or len(found.fixed_seeds) > 0 or (not once and order_of_gradients(concrete, watched) > 1)
         )
-        """Whether one function runs all shards. It does if they exchange statistics, or under nested or persistent tapes. Such
-        tapes would differentiate each function in it several times."""
+        """Whether the layer is traced for each device, in one function. It is if devices exchange statistics, if ops keep
+        state for each trace, or under nested or persistent tapes, which would differentiate inner functions several times."""
 
     def _trace(self, function: Any, tensors: Sequence[Any], dense: bool) -> Any:
         """Trace a function of leaves for more rows than these tensors have, if they are dense."""
@@ -137,10 +142,9 @@ class CallAnalysis:
                 f"model{self._advice}"
             ) from error
 
-    def check_draws(self, concrete: Any, shards: int) -> None:
-        """Find out whether this number of shards in one function draw the same numbers."""
-        if self._fixed_seeds and len(audit(concrete).fixed_seeds) < shards * len(self._fixed_seeds):
-            self._difference = SAME_NUMBERS
+    def repeats_draws(self, concrete: Any, shards: int) -> bool:
+        """Return whether this number of shards in one function draw the same numbers, as functions traced before do."""
+        return bool(self.fixed_seeds) and len(audit(concrete).fixed_seeds) < shards * len(self.fixed_seeds)
 
     def warn(self, jit_compile: bool) -> None:
         """Warn of outputs that differ from those of one device, and if XLA cannot compile the call although it should."""
@@ -185,7 +189,7 @@ def _check(concrete: Any, found: Audit, name: str, *, synchronizes: bool, runs_a
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if (synchronizes or runs_again) and (reason := _reason_against_lockstep(concrete)):
+    if (synchronizes or runs_again) and (reason := _reason_against_values(concrete)):
         raise failure(f"a layer of {name} {reason}")
     calls = (op for op in ops_in(concrete) if op.type in CALLS)
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
@@ -195,7 +199,7 @@ def _check(concrete: Any, found: Audit, name: str, *, synchronizes: bool, runs_a
         )
 
 
-def _reason_against_lockstep(concrete: Any) -> str | None:
+def _reason_against_values(concrete: Any) -> str | None:
     """Return why variables would lose gradients that go to values that are read before, or `None`."""
     for op in ops_in(concrete):
         custom = op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
@@ -233,4 +237,6 @@ def _reason_against_xla(found: Audit, dense: bool, *, synchronizes: bool, runs_a
         return "XLA does not compile a loop or branch apart from its gradient"
     if not dense:
         return "XLA has no ragged or sparse tensors"
+    if found.fixed_seeds:
+        return "its random ops keep state for each device"
     return "it runs eagerly" if tf.executing_eagerly() else None

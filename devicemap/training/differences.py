@@ -19,7 +19,7 @@ from devicemap.data.structure import freeze
 from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows
 from devicemap.training.stateless import CallArguments, CallScope
 
-SAME_NUMBERS = (
+_SAME_NUMBERS = (
     "random numbers for rows are drawn from a fixed seed, so each device draws the same; draw them from a "
     "keras.random.SeedGenerator of the layer"
 )
@@ -48,7 +48,7 @@ def fixed_seed(concrete: Any, rows: int) -> str | None:
         sizes = [size for tensor in op.outputs if tensor.shape.rank for size in tensor.shape if size]
         seeds = [tensor for tensor, named in zip(op.inputs, op.op_def.input_arg) if named.name in ("seed", "key")]
         if any(size % rows == 0 for size in sizes) and any(map(is_constant, seeds)):
-            return SAME_NUMBERS
+            return _SAME_NUMBERS
     return None
 
 

@@ -162,18 +162,14 @@ class ResultSpec:
 class CallScope(keras.StatelessScope):
     """A scope that collects losses and new values of the calls in it."""
 
-    def __init__(self, overrides: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False):
-        """`overrides`: variables and their values in the scope.
-
-        `losses`: whether losses are collected, or dropped. `advance`: whether draws advance seeds, as each device needs.
-        """
+    def __init__(self, overrides: Sequence[tuple[Any, Any]] = (), losses: bool = True):
+        """`overrides`: variables and their values in the scope. `losses`: whether losses are collected, or dropped."""
         super().__init__(overrides, collect_losses=losses)
         self.changed = list[Any]()
         self.draws = Counter[int]()
         """The number of draws from each seed, by identity."""
         self.added = list[tuple[Any, Any, bool]]()
         """Losses, each with the layer that adds it, and whether it may depend on the rows."""
-        self._advance = advance
 
     def inner(self) -> CallScope:
         """Return a scope with the same values, for a function in the call."""
@@ -199,9 +195,6 @@ class CallScope(keras.StatelessScope):
     def add_update(self, update: Any) -> None:
         """Set the value of a variable in the scope."""
         variable, value = update
-        if self._advance and is_seed(variable):
-            variable.value.assign(tf.cast(value, variable.value.dtype))
-            return
         self.changed.append(variable)
         if is_seed(variable):  # counted, because an inner graph could not pass the new value on
             _check_no_loop(variable, self._graph)

@@ -59,8 +59,11 @@ def test_trained_as_by_one_device(name: str, options: dict[str, Any], devices: l
         keras.random.normal,
         lambda shape: tf.random.normal(shape, seed=7),
         tf.function(lambda shape: tf.random.normal(shape)),
+        tf.function(
+            lambda shape: tf.random.normal(shape, seed=7), input_signature=[tf.TensorSpec([2], tf.int32)]
+        ).get_concrete_function(),
     ],
-    ids=["of Keras", "with a seed", "in a tf.function"],
+    ids=["of Keras", "with a seed", "in a tf.function", "in a function that was traced before"],
 )
 def test_devices_draw_other_numbers_under_several_tapes(draw: Any, devices: list[str]) -> None:
     keras.utils.set_random_seed(1)

@@ -44,6 +44,20 @@ def test_python_that_calls_a_tf_function_finds_a_thread() -> None:
         assert any("set_inter_op_parallelism_threads" in each for each in advice), advice
         few = mapper.explain(x[:1]).advice
         assert not any("set_inter_op_parallelism_threads" in each for each in few), few
+
+        import keras
+
+        class Calls(keras.layers.Layer):
+            def call(self, rows):
+                return fn(rows)
+
+        inputs = keras.Input([8])
+        model = keras.Model(inputs, keras.layers.Dense(1, use_bias=False)(Calls()(inputs)))
+        model.compile("sgd", "mse", jit_compile=False)
+        devicemap.parallelize(model, "CPU")
+        for _ in range(3):
+            wanted = tf.reduce_mean(tf.matmul(inner(x), model.get_weights()[0]) ** 2)
+            np.testing.assert_allclose(model.train_on_batch(x, tf.zeros([24, 1])), wanted, rtol=1e-4)
     """)
 
 
