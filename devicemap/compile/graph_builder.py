@@ -77,12 +77,9 @@ class CallGraphBuilder:
         # In an inlined graph, Grappler's constant folding makes gradients of vectorised loops fail
         # (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
         would_be_folded = self.spec.static_rows and self.traced.vectorized and audit.loops
-        # Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
-        # edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are).
-        trains = self.traced.own_rows and not audit.effects
-        would_be_chained = audit.has_side_effects and not trains
         reads_too_late = self.uses_resources and not exports_control_outputs()
-        return would_be_folded or would_be_chained or reads_too_late
+        # Inlining side effects would add control edges between all devices.
+        return would_be_folded or audit.has_side_effects or reads_too_late
 
     @property
     def returns_early(self) -> bool:

@@ -73,10 +73,10 @@ class _Identity:
 class Program:
     """Checked options, chosen devices, and a `CompiledMap` per structure of data. Thread-safe.
 
-    A `CompiledMap` refers neither to its program nor to `fn`. `own_rows`: as in `Traced`.
+    A `CompiledMap` refers neither to its program nor to `fn`.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any], own_rows: bool = False):
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
         self.fn = fn
         self.options: Options = check_options(fn, options)
         self._process_id = os.getpid()
@@ -88,7 +88,6 @@ class Program:
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
         self.reduction: Reduction | None = None
-        self._own_rows = own_rows
         self._compiled: dict[Any, CompiledMap] = {}
         self._identity = _Identity()
 
@@ -129,11 +128,11 @@ class Program:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
-                fn, reduction, own_rows = _weakly(self.fn), self.reduction, self._own_rows
+                fn, reduction = _weakly(self.fn), self.reduction
                 compiled = CompiledMap(
-                    self.devices if own_rows else slots_on(self.devices),
+                    slots_on(self.devices),
                     self.output_device,
-                    lambda stream: trace(fn(), specs, options, stream, reduction, own_rows),  # must not refer to `self`
+                    lambda stream: trace(fn(), specs, options, stream, reduction),  # must not refer to `self`
                     self.name,
                 )
                 if options.skips and compiled.traced.audit.ordered:

@@ -57,9 +57,6 @@ class Traced(ShardFunction):
     counts_rows: bool = False
     """Whether the function takes a batch and must return as many rows as it gets."""
 
-    own_rows: bool = False
-    """Whether the numbers of rows of a batch's results may differ from that of the batch, as in training."""
-
     def for_gradients(self, wanted: bool) -> Traced:
         """Return the variant with the right gradients if they are wanted."""
         return (self.gradient_variant or self) if wanted else self
@@ -97,7 +94,6 @@ def trace(
     options: Options,
     stream: Stream | None = None,
     reduction: Reduction | None = None,
-    own_rows: bool = False,
 ) -> Traced:
     """Trace `fn` for data of these specs.
 
@@ -107,7 +103,6 @@ def trace(
         options: `devices`, `batched`, `vectorize`, `seed`, `fn_output_signature`, `jit_compile` and `in_place` are used.
         stream: the number stream of seeded random ops; `None` leaves their seeds as they are.
         reduction: the reduction of the results, if there is one.
-        own_rows: as in `Traced`.
 
     Raises:
         FunctionError: `fn` cannot be traced, or its results are not rows or cannot be reduced. It is an instance of the
@@ -117,8 +112,7 @@ def trace(
     leaf_specs = list(tf.nest.flatten(specs))
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
-    counts_rows = options.batched and not own_rows
-    traced_fn, structure, loops, compiled = _trace_loops(fn, specs, leaf_specs, options, counts_rows, stream)
+    traced_fn, structure, loops, compiled = _trace_loops(fn, specs, leaf_specs, options, stream)
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
@@ -138,7 +132,7 @@ def trace(
         structure = (None,) * len(loops[0].specs)
     prepared = partial(
         _traced, specs=leaf_specs, in_place=options.in_place, structure=structure, user_function=traced_fn,
-        reduction=of_results, counts_rows=counts_rows, own_rows=own_rows,
+        reduction=of_results, counts_rows=options.batched,
     )  # fmt: skip
     variants = [prepared(loop) for loop in loops]
     if compiled:
@@ -152,7 +146,6 @@ def _trace_loops(
     specs: Any,
     leaf_specs: list[Any],
     options: Options,
-    counts_rows: bool,
     stream: Stream | None,
 ) -> tuple[Any, Any, list[ShardFunction], list[ShardFunction]]:
     """Trace `fn`, and its loops over rows.
@@ -160,7 +153,7 @@ def _trace_loops(
     Returns:
         The `ConcreteFunction` of `fn`, the structure of its results, the loops, and the loops compiled by XLA.
     """
-    flat_fn, structures = _flatten(fn, specs, options, counts_rows, stream)
+    flat_fn, structures = _flatten(fn, specs, options, stream)
     drawn_from = random_states(fn)
     drawn = drawn_from()
     try:
@@ -210,12 +203,10 @@ def _traced(loop: ShardFunction, specs: list[Any], in_place: Sequence[Any], **fa
     return Traced(**vars(loop), audit=found, **facts)
 
 
-def _flatten(
-    fn: Callable[..., Any], specs: Any, options: Options, counts_rows: bool, stream: Stream | None
-) -> tuple[Any, list[Any]]:
+def _flatten(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream | None) -> tuple[Any, list[Any]]:
     """Return `fn` as a `tf.function` from leaves to a list of leaves, and a list to which each trace adds the nest of results.
 
-    `counts_rows`: as in `Traced`. An inner `tf.function` applies autograph, and lifts variables that `fn` creates in its first
+    An inner `tf.function` applies autograph, and lifts variables that `fn` creates in its first
     call.
     """
     unpack = type(specs) is tuple  # as in tf.data, named tuples and dicts stay one argument
@@ -240,7 +231,7 @@ def _flatten(
             finally:
                 in_fn.reset(token)
         results = map_nest(
-            lambda value, path: as_result(value, path, counts_rows), results, "the result", lists=lists.__contains__
+            lambda value, path: as_result(value, path, options.batched), results, "the result", lists=lists.__contains__
         )
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)

@@ -160,17 +160,8 @@ def _raise_located(
     raise program.located_error(error, shards)
 
 
-def call_in_function(
-    program: Program, rows: Rows, padded: bool = False, on_call: Callable[[Any, Any], None] | None = None
-) -> Any:
-    """Call a program in the function that is being traced, with a shard for each device.
-
-    Args:
-        program: the program.
-        rows: the data.
-        padded: whether each device gets at least one row, if the number of rows is unknown.
-        on_call: callback for the `ConcreteFunction` that is called, and the op that calls it.
-    """
+def call_in_function(program: Program, rows: Rows) -> Any:
+    """Call a program in the function that is being traced, with a shard for each device."""
     compiled = program.compiled_for(rows)
     with tf.device(HOST):  # otherwise the placer would move rows and results through the first GPU
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
@@ -182,12 +173,10 @@ def call_in_function(
             static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
             spec = CallSpec.of_shards(len(shards), engine, ANY_ORDER, static_rows=static_rows)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
-            spec = CallSpec.of_shards(slots, engine, ANY_ORDER, empty_shards=rows.count == 0 or not padded)
+            spec = CallSpec.of_shards(slots, engine, ANY_ORDER, empty_shards=True)
             sizes = sizes_in_graph(count, slots)
         graph = compiled.graph(spec)
-        results = list(graph(sizes, *leaves)[0])
-        if on_call is not None:
-            on_call(graph, results[0].op)
-        if compiled.traced.reduction is None and not compiled.traced.own_rows:
+        results, _ = graph(sizes, *leaves)
+        if compiled.traced.reduction is None:
             results = [with_static_rows(leaf, rows.count) for leaf in results]
         return compiled.pack(results)
