@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import in_xla_context
+from devicemap._tensorflow.functions import in_xla_context, keep_alive
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.python_values import plain_values
 from devicemap.compile.random import row_seeds
@@ -48,9 +48,6 @@ _FORKED = (
 _KEPT_REDUCTIONS = 16
 """A program keeps the compiled maps of this many reductions."""
 
-_COMPILED = "_devicemap_compiled"
-"""Attribute of a graph that is being built: the compiled maps of each program that belong to the graph."""
-
 _MAX_PROGRAMS = 64
 """The largest number of kept programs. The least recently used program is dropped first."""
 
@@ -64,10 +61,6 @@ class Structured(Protocol):
     @property
     def specs(self) -> Any:
         """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`. Data with equal specs shares a trace."""
-
-
-class _Identity:
-    """Identifies a program and its copies in weak tables."""
 
 
 class Program:
@@ -89,7 +82,6 @@ class Program:
         self._lock = threading.RLock()
         self.reduction: Reduction | None = None
         self._compiled: dict[Any, CompiledMap] = {}
-        self._identity = _Identity()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
         """Return the program with another object for its function. Both programs share their compiled maps."""
@@ -118,10 +110,7 @@ class Program:
         # trace of their own (test_what_xla_compiles_after_gradients).
         within_xla = not tf.executing_eagerly() and in_xla_context()
         key = (None if self.reduction is None else self.reduction.key), (of_data, within_xla)
-        compiled = self._compiled.get(key)
-        if compiled is None and not tf.executing_eagerly():
-            compiled = self._compiled_in_graph().get(key)
-        return compiled or self._trace(data.specs, key)
+        return self._compiled.get(key) or self._trace(data.specs, key)
 
     def _trace(self, specs: Any, key: Any) -> CompiledMap:
         with self._lock:
@@ -140,26 +129,14 @@ class Program:
                         "on_error='skip' and a fn that writes variables in row order: a row that fails may have written "
                         "already; use assign_add, or return the new value"
                     )
-            known = self._compiled
-            if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
-                known = self._compiled_in_graph()
-            known[key] = compiled
-            reductions = [*dict.fromkeys(reduction for reduction, _ in known if reduction is not None)]
-            for dropped in [key for key in known if key[0] in reductions[:-_KEPT_REDUCTIONS]]:
-                del known[dropped]
+            if compiled.belongs_to_a_graph:  # fn closes over tensors of the graph that is being built
+                keep_alive(compiled)
+                return compiled
+            self._compiled[key] = compiled
+            reductions = [*dict.fromkeys(reduction for reduction, _ in self._compiled if reduction is not None)]
+            for dropped in [key for key in self._compiled if key[0] in reductions[:-_KEPT_REDUCTIONS]]:
+                del self._compiled[dropped]
             return compiled
-
-    def _compiled_in_graph(self) -> dict[Any, CompiledMap]:
-        """Return the compiled maps of functions that close over tensors of the graph that is being built.
-
-        The graph owns them, because a compiled map refers to the graph. A weak table in the program would keep each graph
-        alive.
-        """
-        graph = tf.compat.v1.get_default_graph()
-        if not hasattr(graph, _COMPILED):
-            setattr(graph, _COMPILED, weakref.WeakKeyDictionary())
-        found: dict[Any, CompiledMap] = getattr(graph, _COMPILED).setdefault(self._identity, {})
-        return found
 
     def with_row_seeds(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
         """Return the leaves, followed by a leaf of row seeds if the option `seed` is set."""
