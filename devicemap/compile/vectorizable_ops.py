@@ -6,7 +6,6 @@ Other ops, and the calls in `EXCEPTIONS`, run row by row.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,46 +98,23 @@ class OpCall:
         return bool(output.consumers()) or any(output is each for each in self.op.graph.outputs)
 
 
-_MOST_AXES = {"ArgMax": 7, "ArgMin": 7, "MirrorPad": 5, "SelectV2": 8, "Softmax": 5, "StridedSlice": 8} | dict.fromkeys(
-    ("Pad", "PadV2", "Slice"), 6
+_LIMITED = frozenset(
+    "ArgMax ArgMin BroadcastTo GatherNd MirrorPad Pad PadV2 ScatterNd SelectV2 Slice Softmax StridedSlice TensorScatterAdd "
+    "TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate".split()
 )
-"""Type of op -> the number of axes that TensorFlow's kernel accepts. The gradient of a slice is padded."""
+"""Types of ops whose kernels accept a limited number of axes."""
 
-_MOST_INDICES = dict.fromkeys(
-    "GatherNd ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate".split(),
-    7,
-)
-"""Type of op -> the number of indices of one element that TensorFlow's kernel accepts."""
-
-_MOST_BROADCAST_AXES = 5
-"""The number of axes that TensorFlow broadcasts, after it has merged adjacent axes."""
+_MOST_AXES = 4
+"""The number of axes to which each of these kernels, and each broadcast, can add the axis of all rows."""
 
 
-def _exceeds_kernel(call: OpCall) -> bool:
-    """Whether TensorFlow's kernel accepts the call for one row, but does not accept the row axis as one more axis."""
-    if not call.stacked:
-        return False
-    kind, shape = call.op.type, call.shape(0)
-    if kind in _MOST_AXES:
-        return shape.rank is not None and shape.rank >= _MOST_AXES[kind]
-    if kind in _MOST_INDICES:
-        indices = call.shape(0 if kind == "ScatterNd" else 1)
-        return bool(indices.rank) and indices[-1] is not None and indices[-1] >= _MOST_INDICES[kind]
-    if kind == "BroadcastTo":
-        return _broadcast_axes(shape, call.op.outputs[0].shape, (True, True)) > _MOST_BROADCAST_AXES
-    if kind in ELEMENTWISE and len(call.stacked) == 2:
-        return _broadcast_axes(shape, call.shape(1), call.stacked) > _MOST_BROADCAST_AXES
-    return False
-
-
-def _broadcast_axes(x: tf.TensorShape, y: tf.TensorShape, stacked: Sequence[bool]) -> int:
-    """The number of axes of a broadcast for all rows, after adjacent axes are merged where the same inputs have length 1."""
-    if x.rank is None or y.rank is None:
-        return 0
-    rank = max(x.rank, y.rank)
-    pairs = zip(*([1] * (rank - shape.rank) + shape.as_list() for shape in (x, y)))
-    merged = [object() if None in pair else tuple(length == 1 for length in pair) for pair in pairs if pair != (1, 1)]
-    return len([*itertools.groupby([tuple(not each for each in stacked), *merged])])
+def _may_exceed_kernel(call: OpCall) -> bool:
+    """Whether TensorFlow's kernel may not accept the row axis as one more axis. It merges the axes of equal shapes."""
+    if call.op.type in ELEMENTWISE and len(call.stacked) == 2:
+        limited = 0 not in (call.shape(0).rank, call.shape(1).rank) and not call.has_same_shapes(0, 1)
+    else:
+        limited = call.op.type in _LIMITED
+    return limited and any((each.shape.rank or 0) > _MOST_AXES for each in (*call.op.inputs, *call.op.outputs))
 
 
 def _may_differ_in_size(call: OpCall) -> bool:
@@ -221,8 +197,8 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
     if op.type not in _WITH_LISTS and any(each.dtype == tf.variant for each in (*op.inputs, *op.outputs)):
         return "has an input or a result that is not a tensor"
     call = OpCall(op, stacked)
-    if _exceeds_kernel(call):
-        return "has as many axes as its kernel accepts"
+    if _may_exceed_kernel(call):
+        return "may have more axes for all rows than its kernel accepts"
     repeated = () if op.type in ELEMENTWISE else op.inputs
     if any(each.dtype == tf.uint16 and not differs for each, differs in zip(repeated, stacked)):
         return NO_TILE

@@ -211,8 +211,8 @@ LISTS_AND_KERNELS: dict[str, tuple[Callable[..., Any], Any]] = {
     "gathered list": (lambda r: tf.TensorArray(tf.float32, 3, element_shape=[]).unstack(r).gather([2, 0]), VECTORS),
     "list that is never written": (
         lambda r: tf.TensorArray(tf.float32, 3, element_shape=[2]).stack() + r[:2], VECTORS),
-    "a broadcast of many axes that merge": (
-        lambda r: tf.maximum(r * tf.ones([2, 2]), tf.ones([2, 1, 1, 1, 1, 1])), OF_AXES[6]),
+    "many axes of equal lengths": (
+        lambda r: tf.transpose(tf.maximum(r, -r * tf.ones([2] * 6)) * tf.reduce_max(r) + 1.0), OF_AXES[6]),
     # TensorFlow's converter of the cast drops an attribute, and would round.
     "a cast that truncates": (
         lambda r: tf.cast(tf.raw_ops.Cast(x=r, DstT=tf.bfloat16, Truncate=True), tf.float32), VECTORS),
