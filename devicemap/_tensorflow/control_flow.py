@@ -14,18 +14,15 @@ from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
     as_stacked,
-    convert_effects,
-    convert_graph,
     graph_of,
     pfor,
     wrap_stacked,
 )
 
 
-def convert_call(given: Any) -> Any:
-    """Convert the ops of a function that is called."""
-    graph = graph_of(given, given.get_attr("f"))
-    return convert_graph(given, graph, given.inputs) if given.op.outputs else convert_effects(given, graph)
+def refuse_call(given: Any) -> Any:
+    """Refuse a call of a function without a graph. Conversions replace other calls by the ops of the function."""
+    return graph_of(given, given.get_attr("f"))
 
 
 def convert_branches(given: Any) -> list[Any]:
@@ -45,7 +42,7 @@ def convert_branches(given: Any) -> list[Any]:
     rows = given.pfor.loop_len_vector
 
     def run(branch: Any) -> list[Any]:
-        return [as_stacked(result, rows) for result in convert_graph(given, branch, given.inputs[1:])]
+        return [as_stacked(result, rows) for result in given.pfor.convert_called(given, branch, given.inputs[1:])]
 
     return wrap_stacked(tf.switch_case(index, [partial(run, branch) for branch in branches]))
 
@@ -59,7 +56,7 @@ def _diverging_branches(given: Any, index: Any, branches: Sequence[Any]) -> list
 
     def run(branch: Any, rows: Any) -> list[Any]:
         taken = [_select_rows(each, of_row, rows, count) for each, of_row in zip(inputs, given.op.inputs[1:])]
-        return [as_stacked(result, [tf.size(rows)]) for result in convert_graph(given, branch, taken, rows)]
+        return [as_stacked(result, [tf.size(rows)]) for result in given.pfor.convert_called(given, branch, taken, rows)]
 
     def skip() -> list[Any]:
         return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
@@ -96,7 +93,7 @@ def _select_rows(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
 
 
 CONTROL_FLOW: dict[str, Converter] = {
-    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), convert_call),
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), refuse_call),
     **dict.fromkeys(("While", "StatelessWhile"), convert_loop),
     **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), convert_branches),
 }

@@ -17,6 +17,7 @@ from devicemap._tensorflow.indexing import (
     convert_gather_nd,
     convert_list,
     convert_lookup,
+    convert_pack,
     convert_segments,
     convert_shared,
     convert_shared_segments,
@@ -86,12 +87,6 @@ def axes(given: Any, index: int) -> Any:
     return counted + tf.cast(counted >= 0, counted.dtype)
 
 
-def permutation(given: Any, index: int) -> Any:
-    """Permute all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors."""
-    of_row = given.unstacked_input(index)
-    return tf.concat([tf.zeros([1], of_row.dtype), tf.math.floormod(of_row, tf.size(of_row, of_row.dtype)) + 1], 0)
-
-
 def paddings(given: Any, index: int) -> Any:
     """Pad all axes except that of the rows. TensorFlow's converter of PadV2 drops `constant_values`."""
     of_row = given.unstacked_input(index)
@@ -144,6 +139,17 @@ def convert_reduction(given: Any) -> Any:
     """Reduce over int32 axes, because TensorFlow's `_SumGrad` fails for int64 axes if lengths are unknown."""
     reduce, axis = getattr(tf.raw_ops, given.op_type), tf.cast(axes(given, 1), tf.int32)
     return wrap_stacked([reduce(input=for_all_rows(given, 0), axis=axis, keep_dims=given.get_attr("keep_dims"))])
+
+
+def convert_transpose(given: Any) -> Any:
+    """Permute all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors.
+
+    Real numbers are not conjugated, because Grappler replaces ConjugateTranspose by Conj, which has no kernel for them, if
+    no axis moves (test_calls_of_each_op).
+    """
+    of_row = given.unstacked_input(1)
+    order = tf.concat([[0], tf.cast(tf.math.floormod(of_row, tf.size(of_row, of_row.dtype)) + 1, tf.int32)], 0)
+    return wrap_stacked([tf.transpose(given.stacked_input(0), order, conjugate=given.op_type != "Transpose")])
 
 
 def convert_roll(given: Any) -> Any:
@@ -265,7 +271,7 @@ CONVERTERS: dict[str, Converter] = {
     ),
     **_all("All Any EuclideanNorm Max Mean Min Prod Sum", convert_reduction),
     **_all("Pad PadV2 MirrorPad", by(for_all_rows, paddings, shared)),
-    **_all("Transpose ConjugateTranspose", by(for_all_rows, permutation)),
+    **_all("Transpose ConjugateTranspose", convert_transpose),
     **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
     **_all("MatrixSolve MatrixTriangularSolve", convert_solve),
     **_all(
@@ -289,6 +295,7 @@ CONVERTERS: dict[str, Converter] = {
     "L2Loss": convert_l2_loss,
     **_all("LookupTableFindV2 ResourceGather ResourceGatherNd", convert_lookup),
     "LookupTableSizeV2": convert_shared,
+    "Pack": convert_pack,
     "Roll": convert_roll,
     "ScatterNd": by(indices_with_row, for_all_rows, shape_with_rows),
     "Select": convert_select,

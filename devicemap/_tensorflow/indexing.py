@@ -167,11 +167,24 @@ def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
     return spec, indices
 
 
+_PACKED = "_devicemap_packed"
+"""Attribute of a tensor: the wrapped scalars that it was packed from."""
+
+
+def convert_pack(given: Any) -> Any:
+    """Pack tensors. If they are scalars, slices use those that all rows share as such."""
+    packed = list(given.inputs)
+    result = convert_as_tensorflow(given)
+    if given.op.outputs[0].shape.rank == 1:
+        setattr(result.t, _PACKED, packed)
+    return result
+
+
 def _elements(given: Any, i: int, length: int) -> list[Any]:
     """Return the elements of an input `[length]`, wrapped. Elements that all rows share are not stacked."""
-    vector, source = given.input(i), given.op.inputs[i].op
-    if vector.is_stacked and source.type == "Pack":
-        return [given.pfor._convert_helper(each) for each in source.inputs]
+    vector = given.input(i)
+    if hasattr(vector.t, _PACKED):
+        return list(getattr(vector.t, _PACKED))
     return [pfor.wrap(vector.t[..., i], vector.is_stacked) for i in range(length)]
 
 

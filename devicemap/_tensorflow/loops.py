@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.indexing import StackedList
-from devicemap._tensorflow.pfor import NotVectorizableError, as_stacked, convert_graph, graph_of, pfor, with_own_inputs
+from devicemap._tensorflow.pfor import NotVectorizableError, as_stacked, graph_of, pfor
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -56,7 +56,7 @@ class _LoopVariables:
     def __init__(self, given: Any, varying: Iterable[int]):
         """The variables `varying` are stacked."""
         self._given = given
-        self._started = with_own_inputs(given)
+        self._started = pfor._PforInput(given.pfor, given.op, list(given.inputs))
         self._started.stack_inputs(varying, tile_variants=True)
         self.stacked = [each.is_stacked for each in self._started.inputs]
         self.shapes = pfor.WhileV2(self._started)._output_shapes()
@@ -74,15 +74,17 @@ class _LoopVariables:
 
     def condition(self, changed: Mapping[int, Any], rows: Any = None) -> Any:
         """Return the condition, of all rows or of those given by their indices, wrapped."""
-        return convert_graph(self._given, _condition_of(self._given), self.wrapped(changed), rows)[0]
+        given = self._given
+        return given.pfor.convert_called(given, _condition_of(given), self.wrapped(changed), rows)[0]
 
     def step(self, changed: Mapping[int, Any], rows: Any = None) -> dict[int, Any]:
         """Return the changing variables after a step."""
-        converted = convert_graph(self._given, _body_of(self._given), self.wrapped(changed), rows)
+        given = self._given
+        converted = given.pfor.convert_called(given, _body_of(given), self.wrapped(changed), rows)
         varying = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
         if varying:
             raise _VaryingError(varying)
-        count = self._given.pfor.loop_len_vector if rows is None else [tf.size(rows)]
+        count = given.pfor.loop_len_vector if rows is None else [tf.size(rows)]
         results = {i: as_stacked(converted[i], count) if self.stacked[i] else converted[i].t for i in self.changing}
         for i, result in results.items():
             result.set_shape(self.shapes[i])

@@ -30,16 +30,6 @@ class FunctionBody:
     arguments: Sequence[str]
     """Names of the arguments."""
 
-    results: Sequence[str]
-    """Names of the tensors that it returns, and of the nodes that run for their effects."""
-
-    @cached_property
-    def live(self) -> Mapping[str, Any]:
-        """The nodes that the results need. pfor leaves unneeded nodes for a single row in the graph."""
-        inputs = {name: [*map(node_name, node.input)] for name, node in self.nodes.items()}
-        needed = reachable(map(node_name, self.results), lambda name: inputs.get(name, ()))
-        return {name: self.nodes[name] for name in needed if name in self.nodes}
-
     @cached_property
     def consumers(self) -> Mapping[str, list[tuple[Any, int]]]:
         """For each tensor, the nodes that take it, with the index of the input."""
@@ -59,13 +49,11 @@ class GraphWalker:
         self.root = FunctionBody(
             {node.name: node for node in graph_def.node},
             [tensor.op.name for tensor in concrete.inputs],
-            [*(tensor.name for tensor in graph.outputs), *(op.name for op in graph.control_outputs)],
         )
         self._library = {
             function.signature.name: FunctionBody(
                 {node.name: node for node in function.node_def},
                 [argument.name for argument in function.signature.input_arg],
-                [*function.ret.values(), *function.control_ret.values()],
             )
             for function in graph_def.library.function
         }
@@ -117,11 +105,6 @@ def is_constant(tensor: Any) -> bool:
     """Return whether a tensor of a graph is computed from constants only."""
     ops = reachable([tensor.op], lambda op: [each.op for each in op.inputs])
     return all(op.inputs or op.type == "Const" for op in ops)
-
-
-def node_name(name: str) -> str:
-    """Return the name of the node in `node`, `node:1`, `node:output:1` or `^node`."""
-    return name.removeprefix("^").partition(":")[0]
 
 
 def _tensor_name(name: str) -> str:

@@ -37,7 +37,7 @@ OPS = ELEMENTWISE.union(
     # Along axes.
     "ArgMax ArgMin Cumprod Cumsum LogSoftmax Softmax "
     # Shapes.
-    "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Pack Rank Reshape ReverseV2 Shape ShapeN "
+    "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Rank Reshape ReverseV2 Shape ShapeN "
     "SpaceToBatchND Split SplitV StridedSliceGrad Tile Unpack "
     # Lookups.
     "GatherV2 "

@@ -5,11 +5,8 @@ Both call the same traced row function.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +16,19 @@ from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.functions import can_list_functions, graphs_within, in_xla_context, traced_graphs
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
-    Converter,
     NotVectorizableError,
+    as_stacked,
     checks_ops,
-    convert_by,
-    map_all_rows,
-    with_own_inputs,
+    tensorflow_converter,
+    vectorized_map,
+    wrapped_inputs,
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
-from devicemap.compile.graph_walker import CALLS, called_names
-from devicemap.compile.row_calls import RowCalls, is_short, needs_placeholders, result_of, saves_time
+from devicemap.compile.conversion import OPS_PER_LOOP, Conversion, is_stackable
+from devicemap.compile.graph_walker import called_names
 from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, signature_of
 from devicemap.compile.source_lines import source_line
-from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
+from devicemap.compile.vectorizable_ops import OPS, is_control_flow, why_not_vectorizable
 from devicemap.data.rows import spec_of
 from devicemap.errors import failure
 from devicemap.options import Options
@@ -39,6 +36,9 @@ from devicemap.options import Options
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
 
 _HIDDEN = "this TensorFlow lacks non-public names that devicemap needs to check each op"
+
+_FREE = frozenset("Const Identity NoOp Placeholder".split())
+"""Types of ops that take no time."""
 
 _FORCE = "pass vectorize=True, and compare the results with DeviceMap.verify"
 _REPLACE = "use another op there"
@@ -122,65 +122,57 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     Raises:
         Exception: an op cannot be vectorised. The first line of the message is the reason.
     """
-    convert = _Vectorizer(force, traced_graphs(row_fn.graph))
+    vectorizer = Vectorizer(force, traced_graphs(row_fn.graph))
 
     @tf.function(autograph=False)
     def vectorized(*leaves: Any) -> list[Any]:
-        return map_all_rows(row_fn, leaves)
+        if not checks_ops():
+            return vectorized_map(row_fn, leaves)
+        count = tf.shape(leaves[0])[:1]
+        inputs, outputs = wrapped_inputs(row_fn, leaves), len(row_fn.structured_outputs)
+        results = Conversion(vectorizer, count).convert(row_fn.graph, inputs, outputs)
+        return [as_stacked(result, count) for result in results]
 
-    try:
-        with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
-            concrete = vectorized.get_concrete_function(*specs)
-    except Exception as error:
-        if convert.failure is None:
-            raise
-        raise convert.failure from error
-    convert.check(concrete, row_fn)
+    concrete = vectorized.get_concrete_function(*specs)
+    vectorizer.check_loops()
     differentiate_values_alone(concrete.graph)
-    return concrete, convert.sentences()
+    return concrete, vectorizer.sentences()
 
 
 class _NotVectorizedError(NotVectorizableError):
     """The function of one row cannot be vectorised."""
 
 
-class _Vectorizer:
-    """Convert the ops of a function of one row. An op that cannot be vectorised runs row by row, if possible."""
+class Vectorizer:
+    """Converts the ops of a function of one row, and collects the loops over rows inside the vectorised function."""
 
     def __init__(self, force: bool, own: Collection[Any]):
-        """`own`: the graphs that were traced for the function of one row."""
-        self._force, self._own, self._asked = force, own, False
-        self.calls = RowCalls()
-        self.failure: _NotVectorizedError | None = None
-        """Why an op can run neither way. pfor replaces the error itself if it fails to log an op of a SavedModel."""
+        """`force`: whether to convert untested ops. `own`: the graphs that were traced for the function of one row."""
+        self._force, self._own = force, own
+        self.ops: set[Any] = set()
+        """The ops of the function of one row."""
+        self.loops: list[dict[Any, Exception]] = []
+        """For each loop over rows, its ops, and why they run in it."""
 
-    def __call__(self, given: Any, converter: Converter | None) -> Any:
-        op, self._asked = given.op, True
-        if results := self.calls.results(given):
-            return results
-        before = next((result.call for each in given.inputs if (result := result_of(each.t))), None)
-        try:
-            if before and op.type not in CALLS:
-                raise before.reason
-            return self._converted(given, converter)
-        except Exception as error:  # pfor raises errors of several classes for unsupported ops
-            reason = self._reason(op, converter, error)
-            if not runs_row_by_row(op):
-                self.failure = self.failure or reason
-                raise
-        return self.calls.add(given, reason)
-
-    def _converted(self, given: Any, converter: Converter | None) -> Any:
-        op = given.op
-        if converter is None:
-            raise NotVectorizableError("has no vectorised form")
+    def refusal(self, op: Any) -> Exception | None:
+        """Return why an op cannot be converted, whatever its inputs are; `None` if it may be."""
+        if _converter(op) is None:
+            return self.reason(op, NotVectorizableError("has no vectorised form"))
         if op.type not in OPS and not self._force:
-            raise NotVectorizableError("has no tested vectorised form")
+            return self.reason(op, NotVectorizableError("has no tested vectorised form", _FORCE, _REPLACE))
+        return None
+
+    def convert(self, given: Any) -> Any:
+        """Return the wrapped results of an op, or raise any error if it cannot be converted."""
+        op = given.op
+        if refusal := self.refusal(op):
+            raise refusal
         if reason := why_not_vectorizable(op, [each.is_stacked for each in given.inputs]):
             raise NotVectorizableError(reason)
-        return converter(with_own_inputs(given))
+        return _converter(op)(given)
 
-    def _reason(self, op: Any, converter: Converter | None, error: Exception) -> _NotVectorizedError:
+    def reason(self, op: Any, error: Exception) -> Exception:
+        """Return the reason for an error of `convert`, with the user's line, and what to try."""
         if isinstance(error, _NotVectorizedError):
             return error
         if is_control_flow(op) and op.graph not in self._own and _was_differentiated(op):
@@ -189,37 +181,30 @@ class _Vectorizer:
                 "map the function before its gradient is taken",
             )
         words = _first_line(error) if is_control_flow(op) else f"{op.type} {_reason_text(error)}"
-        untested = converter is not None and op.type not in OPS
         remedies = getattr(error, "remedies", ()) or (_REPLACE,)
-        return _NotVectorizedError(f"{words}{_source_of(op)}", *[_FORCE] * untested, *remedies)
+        return _NotVectorizedError(f"{words}{_source_of(op)}", *remedies)
 
     def sentences(self) -> list[str]:
         """Say which ops run row by row, and why."""
+        reasons = [(op, str(reason)) for loop in self.loops for op, reason in loop.items()]
+        together = dict.fromkeys(reason for op, reason in reasons if not is_stackable(op))
+        alone = dict.fromkeys(reason for _, reason in reasons if reason not in together)
         kinds = {
-            "these ops alone run row by row": lambda call: len(call.calls) == 1,
-            "these ops run row by row, and those that take their results": lambda call: len(call.calls) > 1,
+            "these ops alone run row by row": alone,
+            "these ops run row by row, and those that take their results": together,
         }
-        last = [call for loop in self.calls.loops for call in loop]
-        return [
-            f"{words}: {'; '.join(dict.fromkeys(str(call.reason) for call in calls))}"
-            for words, is_of_kind in kinds.items()
-            if (calls := [*filter(is_of_kind, last)])
-        ]
+        return [f"{words}: {'; '.join(each)}" for words, each in kinds.items() if each]
 
-    def check(self, vectorized: Any, row_fn: Any) -> None:
-        """Raise `_NotVectorizedError` unless the vectorised function is right, and its loops over rows save time.
+    def check_loops(self) -> None:
+        """Raise the first reason for results that cannot be stacked if the loops take as much time as a loop with all ops."""
+        reasons = [reason for loop in self.loops for op, reason in loop.items() if not is_stackable(op)]
+        repeated = sum(len(loop) + OPS_PER_LOOP for loop in self.loops)
+        if reasons and repeated >= sum(op.type not in _FREE for op in self.ops):
+            raise reasons[0]
 
-        Results of unknown shape must not be needed for all rows, and pfor must have asked this object for each op.
-        """
-        if not (self._asked or self._force):
-            raise _NotVectorizedError(_HIDDEN, _FORCE)
-        if self.calls.unstacked is None:
-            others = self.calls.loops[1:]  # one loop over rows is needed in any case
-            if others and is_short(row_fn) and not saves_time(others, row_fn):
-                raise self.calls.loops[0][0].reason
-            return
-        if needs_placeholders(vectorized) or not saves_time(self.calls.loops, row_fn):
-            raise self.calls.unstacked
+
+def _converter(op: Any) -> Any:
+    return CONVERTERS.get(op.type) or tensorflow_converter(op.type)
 
 
 def _was_differentiated(op: Any) -> bool:
@@ -271,22 +256,6 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
         line = next(filter(None, (writing_line(row_fn.graph, each) for each in written)), None)
         in_line = f" ({line})" if line else ""
         raise _NotVectorizedError(f"fn writes a variable or another resource, once per row{in_line}")
-
-
-@contextlib.contextmanager
-def _without_conversion_log() -> Iterator[None]:
-    """Drop pfor's log messages of this thread: it logs the whole NodeDef of an op that it cannot convert, as an error."""
-    thread = threading.get_ident()
-
-    def other_thread(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger = tf.get_logger()
-    logger.addFilter(other_thread)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other_thread)
 
 
 def _first_line(error: Exception) -> str:

@@ -29,8 +29,8 @@ from devicemap._tensorflow.functions import (
 from devicemap._tensorflow.gradient_links import fan_out, gradient_redirector
 from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients, unpin_gradients
 from devicemap._tensorflow.keras import is_seed, states_of
-from devicemap._tensorflow.pfor import map_all_rows
 from devicemap._tensorflow.runtime import allocator_bytes, colocate_with_inputs
+from devicemap.compile.vectorize import vectorize
 
 pytestmark = pytest.mark.private("what is tested here")
 
@@ -243,8 +243,8 @@ def test_which_gradients_a_call_has_to_keep() -> None:
 
 
 def test_rows_are_taken_without_a_copy() -> None:
-    row = tf.function(lambda x: tf.sin(x)).get_concrete_function(tf.TensorSpec([2]))
-    whole = tf.function(lambda x: map_all_rows(row, [x])).get_concrete_function(tf.TensorSpec([None, 2]))
+    row = tf.function(lambda x: [tf.sin(x)]).get_concrete_function(tf.TensorSpec([2]))
+    whole, _ = vectorize(row, [tf.TensorSpec([None, 2])], force=False)
     (sine,) = [op for op in whole.graph.get_operations() if op.type == "Sin"]
     assert sine.inputs[0].op.type == "Placeholder"
 

@@ -436,3 +436,31 @@ def test_equality_with_an_unknown_shape(shape: tuple[int, int]) -> None:
     found = tf.function(mapper, input_signature=[spec])(tf.ones([3, *shape]))
     assert found.numpy().tolist() == [np.array(fn(tf.ones(shape))).tolist()] * 3
     assert not mapper.explain(spec).vectorized
+
+
+def test_a_call_of_a_function_without_a_graph_runs_row_by_row() -> None:
+    sine = tf.function(lambda x: tf.sin(x))
+    graph = tf.function(lambda x: sine(x) * 2.0).get_concrete_function(tf.TensorSpec([3])).graph
+    names = graph.inputs[0].op.name, graph.outputs[0].name
+
+    def imported(row: Any) -> Any:
+        return tf.graph_util.import_graph_def(graph.as_graph_def(), {names[0]: row}, [names[1]])[0]
+
+    mapper = devicemap.DeviceMap(imported)
+    assert traced(mapper, VECTORS).reason == "fn calls a function of TensorFlow 1"
+    np.testing.assert_allclose(mapper(VECTORS), 2.0 * np.sin(VECTORS), rtol=1e-5)
+
+
+def test_a_loop_of_tensorflow_1_runs_row_by_row() -> None:
+    tf.compat.v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default() as graph:
+            tf.compat.v1.while_loop(lambda i: i < 3, lambda i: i + 1, [tf.constant(0)], name="loop")
+    finally:
+        tf.compat.v1.enable_control_flow_v2()
+    count = tf.compat.v1.wrap_function(
+        lambda: tf.graph_util.import_graph_def(graph.as_graph_def(), {}, ["loop/Exit:0"])[0], []
+    )
+    mapper = devicemap.DeviceMap(lambda row: row + tf.cast(count(), tf.float32))
+    assert traced(mapper, VECTORS).reason == "fn has a loop of TensorFlow 1"
+    np.testing.assert_allclose(mapper(VECTORS), VECTORS + 3.0, rtol=1e-6)
