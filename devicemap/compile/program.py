@@ -26,7 +26,15 @@ from devicemap.data.rows import HOST, Rows, structure_key
 from devicemap.data.shards import UNEVEN_ROWS
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on, task_device
-from devicemap.errors import DeviceError, DeviceMapError, OptionError, brief, function_error, is_unknown_to_xla
+from devicemap.errors import (
+    OTHER_ROW_COUNT,
+    DeviceError,
+    DeviceMapError,
+    OptionError,
+    brief,
+    function_error,
+    is_unknown_to_xla,
+)
 from devicemap.events import Shard, short_name
 from devicemap.hosts import is_remote
 from devicemap.options import Options, check_options, check_progress, variables_of
@@ -158,6 +166,8 @@ class Program:
         what = brief(error)
         uneven = not self.options.batched and "Incompatible shapes during merge" in what
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
+        if OTHER_ROW_COUNT in what:
+            hint += ". Set batched=False for a fn of one row"
         if "Trying to access resource" in what:
             hint += _IF_COMPILED
         if is_unknown_to_xla(error):

@@ -25,7 +25,9 @@ OTHER_ROWS = "fn with batched=True returned another number of rows than it was g
 def test_wrong_number_of_rows(fn: Any) -> None:
     for way in WAYS.values():
         mapper = devicemap.DeviceMap(fn, **way, batched=True)
-        with pytest.raises(FunctionError, match=rf"^<lambda> failed on .*{OTHER_ROWS}.* \[\d\] \[\d\]") as caught:
+        with pytest.raises(
+            FunctionError, match=rf"^<lambda> failed on .*{OTHER_ROWS}.* \[\d\] \[\d\]\. Set batched=False for"
+        ) as caught:
             mapper(X[:5])
         (shard,) = caught.value.shards
         assert f"<lambda> failed on {shard}: " in str(caught.value)
