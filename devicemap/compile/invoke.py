@@ -55,13 +55,13 @@ class Invoker:
             result = known.call(*tensors)
         else:
             cancellation = Cancellation()
-            result = interruptible(partial(cancellation.run, known.call, *tensors), cancellation)
+            result = interruptible(partial(cancellation.run, known.call, *tensors), cancellation.cancel)
         known.seconds, known.rows = time.perf_counter() - start, max(rows, 1)
         return result
 
 
-def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
-    """Return the result of a call in another thread. A signal handler that raises an error in this thread cancels the call."""
+def interruptible(call: Callable[[], Any], cancel: Callable[[], object]) -> Any:
+    """Return the result of a call in another thread, which `cancel` ends if a signal handler raises an error in this thread."""
     ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # safe in signal handlers
 
     def run() -> None:
@@ -75,7 +75,7 @@ def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
         thread.start()
         result, error = receive(ended)
     except BaseException:
-        cancellation.cancel()
+        cancel()
         join_threads([thread])
         raise
     thread.join()

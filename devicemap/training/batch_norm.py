@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import can_replace_inputs, replace_input, tape_is_recording
 from devicemap._tensorflow.keras import replacing_moments
+from devicemap.compile.invoke import interruptible
 from devicemap.errors import failure
 from devicemap.training.stateless import current_scope
 
@@ -46,16 +47,16 @@ class SharedMoments:
             raise failure(
                 "batch normalization cannot take the rows of all devices with this TensorFlow; set batch_norm='local'"
             )
-        with replacing_moments(layers, self._moments), ThreadPoolExecutor(1, "devicemap trace") as thread:
-            try:
-                return thread.submit(copy_context().run, self._trace, functions).result()
-            except BaseException:  # after Ctrl-C, the trace ends at the next call
-                self._stopped = True
-                raise
+        results: list[Any] = interruptible(partial(copy_context().run, self._trace, layers, functions), self._stop)
+        return results
 
-    def _trace(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _stop(self) -> None:
+        """End the trace at the next call of batch normalization."""
+        self._stopped = True
+
+    def _trace(self, layers: Sequence[Any], functions: Sequence[Callable[[], Any]]) -> list[Any]:
         results = []
-        with self._graph.as_default():
+        with self._graph.as_default(), replacing_moments(layers, self._moments):
             for function in functions:
                 self._next = 0
                 results.append(function())

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import threads
 
 import devicemap
 
@@ -35,4 +36,5 @@ def test_ctrl_c_ends_the_trace_at_the_next_batch_normalization() -> None:
     devicemap.parallelize(model, ["CPU:0", "CPU:1", "CPU:2"])
     with pytest.raises(KeyboardInterrupt):
         model.fit(np.ones([6, 2], "f"), np.ones([6, 1], "f"), verbose=0)
+    threads.wait_until_ended()
     assert layer.calls == 1
