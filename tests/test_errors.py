@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,15 +156,16 @@ def _endless(row: Any) -> Any:
     return row
 
 
+def _fail_once(calls: list[float], row: Any) -> Any:
+    calls.append(float(row[0]))
+    if len(calls) == 1:
+        raise ZeroDivisionError
+    return row
+
+
 def test_an_error_that_does_not_occur_again_names_all_shards() -> None:
     calls: list[float] = []
-
-    def python(row: Any) -> Any:
-        calls.append(float(row[0]))
-        if len(calls) == 1:
-            raise ZeroDivisionError
-        return row
-
+    python = partial(_fail_once, calls)
     message = "^mine failed on rows 0 to 1 on CPU:2, or rows 2 to 3 on CPU:0, or rows 4 to 5 on CPU:5: "
     with pytest.raises(FunctionError, match=message):
         devicemap.DeviceMap(lambda row: _python(python, row), **SEVERAL, name="mine")(X)
@@ -173,13 +175,7 @@ def test_an_error_that_does_not_occur_again_names_all_shards() -> None:
 def test_locating_an_error_takes_at_most_two_seconds() -> None:
     """The function raises the first time, and never returns afterwards."""
     calls: list[float] = []
-
-    def python(row: Any) -> Any:
-        calls.append(float(row[0]))
-        if len(calls) == 1:
-            raise ZeroDivisionError
-        return row
-
+    python = partial(_fail_once, calls)
     message = r"^mine failed on rows .* on CPU:2, or rows .*, or rows .* on CPU:5: "
     with pytest.raises(FunctionError, match=message) as caught:
         devicemap.DeviceMap(lambda row: _endless(_python(python, row)), **SEVERAL, name="mine")(X)

@@ -67,10 +67,15 @@ def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]
     (test_ops_that_must_run). In the fallback, results wait for the ops.
     """
     results = run_after(ops, results)
+    run_always(tensor.op for tensor in tf.nest.flatten(results, expand_composites=True))
+    return results
+
+
+def run_always(ops: Iterable[Any]) -> None:
+    """Run these ops in each call of the function being traced, before later ops of its caller, even if results are unused."""
     graph = tf.compat.v1.get_default_graph()
     if exports_control_outputs() and hasattr(graph, "control_outputs"):
-        graph.control_outputs.extend(tensor.op for tensor in tf.nest.flatten(results, expand_composites=True))
-    return results
+        graph.control_outputs.extend(ops)
 
 
 def run_after(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:

@@ -88,6 +88,8 @@ class CallAnalysis:
         """The devices that may run the call at the same time."""
         self.fixed_seeds = found.fixed_seeds
         """The seeds of random ops that keep state for each trace."""
+        self.keeps_state = found.keeps_state(differentiable=True)
+        """Whether ops keep state for each trace, so that each device needs a trace of its own."""
         _check(concrete, found, layer.name, synchronizes=synchronizes, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
@@ -118,11 +120,9 @@ class CallAnalysis:
         """The reason why XLA does not compile the call, or `None`."""
         watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
         once = runs_again or (forward.model.jit_compile and self.not_for_xla is None)
-        self.inline = (
-            synchronizes or len(found.fixed_seeds) > 0 or (not once and order_of_gradients(concrete, watched) > 1)
-        )
-        """Whether the layer is traced for each device, in one function. It is if devices exchange statistics, if ops keep
-        state for each trace, or under nested or persistent tapes, which would differentiate inner functions several times."""
+        self.inline = synchronizes or (not (once or self.keeps_state) and order_of_gradients(concrete, watched) > 1)
+        """Whether the ops of all devices are in one function. They are if devices exchange statistics, or under nested or
+        persistent tapes, which would differentiate inner functions several times."""
 
     def _trace(self, function: Any, tensors: Sequence[Any], dense: bool) -> Any:
         """Trace a function of leaves for more rows than these tensors have, if they are dense."""
@@ -237,6 +237,6 @@ def _reason_against_xla(found: Audit, dense: bool, *, synchronizes: bool, runs_a
         return "XLA does not compile a loop or branch apart from its gradient"
     if not dense:
         return "XLA has no ragged or sparse tensors"
-    if found.fixed_seeds:
-        return "its random ops keep state for each device"
+    if found.keeps_state(differentiable=True):
+        return "its random ops or Python functions keep state for each device"
     return "it runs eagerly" if tf.executing_eagerly() else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,19 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import keep_alive, run_after, with_captures
+from devicemap._tensorflow.functions import (
+    NO_AUTO_CONTROL_DEPS,
+    exports_control_outputs,
+    keep_alive,
+    run_after,
+    run_always,
+    with_captures,
+)
 from devicemap._tensorflow.gradient_links import GradientPaths, Lookups
 from devicemap._tensorflow.gradients import differentiate_in_place, unpin_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, tf_variable
 from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
-from devicemap.compile.random import drawing_from, streams_of_function
+from devicemap.compile.random import Stream, drawing_from, streams_of_function
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import split_seeds
 from devicemap.compile.returned import row_count_checks, with_equal_rows, with_static_rows
@@ -109,7 +115,11 @@ class MappedCall:
         inputs = self._paths.inputs if self._paths.differ else ()
         rows = [self._paths.track(leaf, i) if i in inputs else leaf for i, leaf in enumerate(rows)]
         arguments = [count_rows(self._rows[0]), *rows]
-        return tf.function(self._call_on_devices, autograph=False).get_concrete_function(*arguments), arguments
+        # Automatic control dependencies would run the calls of all devices one after another if one has a stateful op.
+        own = not self._analysis.inline and exports_control_outputs()
+        attributes = NO_AUTO_CONTROL_DEPS if own else None
+        function = tf.function(self._call_on_devices, autograph=False, experimental_attributes=attributes)
+        return function.get_concrete_function(*arguments), arguments
 
     def _with_gradient_paths(self, concrete: Any, arguments: Sequence[Any]) -> list[Any]:
         """Call the function. Gradients reach the inputs on which the results that are used depend."""
@@ -139,15 +149,12 @@ class MappedCall:
             real = have_rows(len(devices), count, len(devices))
         values = self._send_variables(devices)
         with recomputing(forward.recomputed):
-            call = self._on_rows if self._analysis.inline else self._traced_once(leaves, values)
-
-            streams = streams_of_function()
+            calls = self._functions(leaves, values, len(devices))
 
             def on_device(slot: int) -> tuple[list[Any], list[Any]]:
-                stream = drawing_from(next(streams)) if self._analysis.fixed_seeds else nullcontext()
-                with tf.device(devices[slot]), stream:
+                with tf.device(devices[slot]):
                     rows = [tf.identity(leaf) for leaf in parts[slot]]
-                    results = copy_leaves(call(rows, [value[slot] for value in values]))
+                    results = copy_leaves(calls[slot](rows, [value[slot] for value in values]))
                     return results, [count_rows(leaf, tf.int32) for leaf in results[: len(self._result_spec.attached)]]
 
             functions = [partial(on_device, slot) for slot in range(len(devices))]
@@ -156,23 +163,40 @@ class MappedCall:
             else:
                 of_devices = [function() for function in functions]
         results, counts = zip(*of_devices)
+        graph = tf.compat.v1.get_default_graph()
+        if not self._analysis.inline:  # calls and assignments with effects, and reads before later assignments
+            run_always([op for op in graph.get_operations() if op.op_def.is_stateful and op.type != "Placeholder"])
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
             joined = self._join_shards(results)
             if counts[0]:
                 checks = row_count_checks([*map(tf.stack, zip(*counts))], sizes, self._layer.name)
                 joined = run_after(checks, joined)
-        differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
+        differentiate_in_place(graph.get_operations())
         return joined
 
-    def _traced_once(self, leaves: Sequence[Any], values: Sequence[dict[int, Any]]) -> Any:
-        """Return `_on_rows` as a function that all devices call."""
+    def _functions(self, leaves: Sequence[Any], values: Sequence[dict[int, Any]], count: int) -> list[Any]:
+        """Return `_on_rows` for each device, inline or as a function. Devices share a trace unless ops keep state for it."""
+        specs = [*map(spec_of, leaves)], [tf.TensorSpec(value[0].shape, value[0].dtype) for value in values]
         compiles = bool(self._forward.model.jit_compile) and self._analysis.not_for_xla is None
-        function = tf.function(self._on_rows, autograph=False, jit_compile=compiles or None)
-        concrete = function.get_concrete_function(
-            [*map(spec_of, leaves)], [tf.TensorSpec(value[0].shape, value[0].dtype) for value in values]
-        )
-        unpin_gradients(concrete.graph)
-        return concrete
+
+        def drawn_from(stream: Stream) -> Any:
+            def on_rows(rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+                with drawing_from(stream):
+                    return self._on_rows(rows, values)
+
+            return on_rows
+
+        def trace(function: Any) -> Any:
+            traced = tf.function(function, autograph=False, jit_compile=compiles or None).get_concrete_function(*specs)
+            unpin_gradients(traced.graph)
+            return traced
+
+        functions = [self._on_rows] * count
+        if self._analysis.fixed_seeds:
+            functions = [drawn_from(stream) for stream, _ in zip(streams_of_function(), range(count))]
+        if self._analysis.inline:
+            return functions
+        return [*map(trace, functions)] if self._analysis.keeps_state else [trace(functions[0])] * count
 
     def _join_shards(self, results: Sequence[list[Any]]) -> list[Any]:
         """Join the results of devices. If devices compute the same new value, that of the first is taken."""

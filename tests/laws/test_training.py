@@ -477,9 +477,22 @@ def test_models_in_a_loop_retain_no_more_memory_than_without_devicemap() -> None
     assert int(parallel) <= 1.3 * int(plain)
 
 
+def with_assertion(x: Any) -> Any:
+    tf.debugging.assert_less(x, 99.0)
+    return x
+
+
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
-@pytest.mark.in_ci(2)
-@pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
+@pytest.mark.in_ci(3)
+@pytest.mark.parametrize(
+    ("model", "products"),
+    [
+        (mlp, 5),
+        (normalized, 6),
+        (lambda: sequential(layers.Dense(8, "tanh"), layers.Lambda(with_assertion)), 5),
+    ],
+    ids=["", "batch normalization", "an assertion"],
+)
 def test_really_parallel(model: Any, products: int) -> None:
     workers = ["CPU:1", "CPU:2", "CPU:3"]
     made = devicemap.parallelize(Case(model).made(), workers)
