@@ -20,6 +20,7 @@ from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_determinis
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.replicas import Replicas, captures_fit, home_of
+from devicemap.compile.returned import check_row_counts
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST
 from devicemap.data.shards import shard_rows
@@ -30,6 +31,9 @@ from devicemap.events import Shard
 from devicemap.hosts import host_of, is_remote, settle
 
 _KEPT_SHARDS = 256
+
+ChunkFunction = Callable[[Sequence[Any], int], list[Any]]
+"""A function of the leaves and the number of rows of a chunk. It returns the result leaves, on the output device."""
 
 
 class CompiledMap:
@@ -198,11 +202,10 @@ class CompiledMap:
         homes = map(home_of, self.traced.captures)
         return tuple(device for device in (*self.devices, *homes) if is_remote(device))
 
-    def chunk_functions(self, cancellation: Cancellation) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
+    def chunk_functions(self, cancellation: Cancellation) -> dict[str, Callable[[], ChunkFunction]]:
         """Copy captured variables to the devices, and return a factory of the function of each device, for one call in chunks.
 
-        A function is `(*tensors of a chunk) -> result leaves`, which are on the output device. The factory builds the graph,
-        so that one device may work before the function of another device exists.
+        The factory builds the graph, so that one device may work before the function of another device exists.
         """
         specs = {device: CallSpec((self.slots.index(device),), Engine.CHUNKS) for device in self.devices}
         replicas = self._replicas_for(specs[self.devices[0]])
@@ -217,10 +220,18 @@ class CompiledMap:
             settle(self._remote_devices)
         attributes = attributes_of_calls()
 
-        def function_on(device: str) -> Callable[..., list[Any]]:
+        def function_on(device: str) -> ChunkFunction:
             captures = replaced.get(device, {})  # calls on the others fail
             handles = [captures.get(key, v.handle) for key, v in replicas.replicated(self.slots.index(device)).items()]
-            return partial(cancellation.run, unrecorded(self.graph(specs[device]), attributes), *handles)
+            graph = unrecorded(self.graph(specs[device]), attributes)
+
+            def compute(leaves: Sequence[Any], rows: int) -> list[Any]:
+                results = cancellation.run(graph, *handles, *self.flat(leaves))
+                if self.traced.counts_rows:
+                    check_row_counts(results, rows, self.traced.reduction is not None)
+                return results
+
+            return compute
 
         return {device: partial(function_on, device) for device in self.devices}
 

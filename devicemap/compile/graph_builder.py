@@ -24,7 +24,7 @@ from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.returned import row_count_checks, row_counts
 from devicemap.compile.trace import Traced
-from devicemap.data.rows import HOST, count_rows, cut_rows
+from devicemap.data.rows import HOST, cut_rows
 from devicemap.data.shards import join
 from devicemap.devices import kind_of
 
@@ -150,22 +150,22 @@ class CallGraphBuilder:
         return joined, end_times
 
     def _joined(self, results: list[list[Any]], sizes: Any) -> list[Any]:
-        """Gather the results of all shards, on the current device, or merge and finish the states of a reduction."""
-        joined = [join(parts) for parts in zip(*results)]
-        if self.traced.reduction is not None:
-            joined = self.traced.reduction.finish_state(joined)
-        return self._with_row_counts_checked(joined, results, sizes)
+        """Gather the results of all shards, on the current device, or merge and finish the states of a reduction.
 
-    def _with_row_counts_checked(self, joined: list[Any], results: list[list[Any]], sizes: Any) -> list[Any]:
-        """Add the assertion that `fn` returned as many rows for each shard as the shard has, if `fn` takes batches."""
+        If `fn` takes batches, assert that it returned as many rows for each shard as the shard has.
+        """
+        reduction = self.traced.reduction
+        joined = [join(parts) for parts in zip(*results)]
+        if reduction is not None:
+            joined = reduction.finish_state(joined)
         if not self.traced.counts_rows:
             return joined
-        if self.traced.reduction is None:
+        if reduction is None:
             counts = [row_counts(parts) for parts in zip(*results)]
         else:  # the last leaf of states counts their rows; without rows, there is no state
             counts, sizes = [join([state[-1] for state in results])], tf.boolean_mask(sizes, sizes > 0)
         with tf.device(HOST):  # on a GPU, the assertion would wait for a copy of its condition
-            checks = row_count_checks(counts, sizes, "fn with batched=True")
+            checks = row_count_checks(counts, sizes)
         return run_after(checks, joined)
 
     def _run_chunk(self, handles: list[Any], *leaves: Any) -> list[Any]:
@@ -176,7 +176,6 @@ class CallGraphBuilder:
             ended = completion_ops(self.slots[slot], results) if self.returns_early else []
         with tf.device(self.output_device):
             copies = copy_leaves(results)
-            copies = self._with_row_counts_checked(copies, [copies], count_rows(leaves[0], tf.int32)[tf.newaxis])
             control_ops = [*ended, *(ops_of(results) if self.traced.audit.has_side_effects else ())]
             return add_control_outputs(control_ops, copies) if control_ops else copies
 

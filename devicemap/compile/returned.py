@@ -15,6 +15,8 @@ from devicemap.errors import OTHER_ROW_COUNT, failure
 _FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
 """Dtypes without kernels for TensorLists."""
 
+_OF_BATCHES = "fn with batched=True"
+
 
 def as_result(value: Any, path: str, batched: bool) -> Any:
     """Return one leaf of the result of `fn` as a tensor. Lists are stacked, as in tf.data."""
@@ -79,10 +81,25 @@ def row_counts(parts: Sequence[Any]) -> Any:
     return tf.stack([count_rows(part, tf.int32) for part in parts])
 
 
-def row_count_checks(returned: Sequence[Any], sizes: Any, name: str) -> list[Any]:
+def check_row_counts(results: Sequence[Any], rows: int, reduced: bool) -> None:
+    """Raise an error like that of `row_count_checks` unless the results of a chunk have its number of rows.
+
+    `reduced`: whether the results are states, of which the last counts the rows.
+    """
+    # Assertions in the graph of each device would double the time of a first call.
+    counts = [leaf.shape[0] if leaf.shape.rank else 0 for leaf in results]
+    for count in results[-1].numpy() if reduced else counts:
+        if count != rows:
+            raise tf.errors.InvalidArgumentError(None, None, f"{_other_rows(_OF_BATCHES)} [{count}] [{rows}]")
+
+
+def _other_rows(name: str) -> str:
+    return f"{name} {OTHER_ROW_COUNT}; expected one row for each row. Rows returned and rows given, per device:"
+
+
+def row_count_checks(returned: Sequence[Any], sizes: Any, name: str = _OF_BATCHES) -> list[Any]:
     """Return assertions that each leaf has as many rows as each shard. `returned` has the row counts of each leaf."""
-    message = f"{name} {OTHER_ROW_COUNT}; expected one row for each row. Rows returned and rows given, per device:"
-    given, checks = tf.cast(sizes, tf.int32), []
+    message, given, checks = _other_rows(name), tf.cast(sizes, tf.int32), []
     for counts in returned:
         counts = tf.cast(counts, tf.int32)
         # tf.debugging would use the condition twice, and `run_after` would send the results through the first GPU.

@@ -177,7 +177,7 @@ def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Calla
     def run(rows: Sequence[int]) -> list[Any]:
         with tf.device(HOST):
             taken = [join([take_rows(leaf, row, row + 1) for row in rows]) for leaf in leaves]
-        results: list[Any] = interruptible(partial(function, *compiled.flat(taken)), cancellation.cancel)
+        results: list[Any] = interruptible(partial(function, taken, len(rows)), cancellation.cancel)
         return results
 
     return run

@@ -144,7 +144,7 @@ def _raise_located(
 
     def make_function(device: str) -> Callable[[Chunk], Any]:
         function = functions[device]()
-        return lambda chunk: function(*compiled.flat(chunk.leaves))
+        return lambda chunk: function(chunk.leaves, chunk.count)
 
     runners = [Runner(device, partial(make_function, device), compiled.slots.count(device)) for device in functions]
     call = Call(

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap.compile.compiled import CompiledMap
+from devicemap.compile.compiled import ChunkFunction, CompiledMap
 from devicemap.compile.hints import is_model_of
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
@@ -220,7 +220,7 @@ class Mapper:
         self,
         compiled: CompiledMap,
         device: str,
-        build: Callable[[], Callable[..., list[Any]]],
+        build: Callable[[], ChunkFunction],
         most: int,
         keep: Callable[[Chunk, list[Any]], None] | None,
     ) -> Runner:
@@ -229,7 +229,7 @@ class Mapper:
 
             def run(chunk: Chunk) -> Any:
                 leaves = self.program.with_row_seeds(chunk.leaves, chunk.start, chunk.count)
-                results = function(*compiled.flat(leaves))
+                results = function(leaves, chunk.count)
                 return results if keep is None else keep(chunk, results)
 
             return run

@@ -113,7 +113,7 @@ def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:
     program = mapper._program.reducing(Reduction("mean"))
     compiled = program.compiled_for(as_rows(tf.range(64)))
     for built in compiled.chunk_functions(Cancellation()).values():
-        state, rows = built()(tf.range(9))
+        state, rows = built()([tf.range(9)], 9)
         assert (state.shape, state.dtype, rows.numpy()) == ([1, 100_000], tf.float32, [9])
     np.testing.assert_allclose(mapper.reduce(tf.range(64), "mean")[:3], 31.5)
 
