@@ -117,7 +117,7 @@ def differentiate_values_alone(graph: Any) -> None:
     """Exclude the vectors that a decomposition does not compute from its gradient.
 
     The static shape of the vectors is [0], but at run time they are scalars. So a loop that stores them for its gradient fails
-    (test_gradients_of_values_without_their_vectors). The added ops affect only gradients, because the function exists.
+    (test_functions.py, "values alone"). The added ops affect only gradients, because the function exists.
     """
     with _mending:
         for op in _ops_of(graph):

@@ -17,7 +17,7 @@ def convert_loop(given: Any) -> list[Any]:
 
     TensorFlow's converter passes a TensorArray for each variable through each step, even if no row can leave before the others,
     which takes up to half of the time of a loop with short steps. It also passes on the handle of each `tf.Variable`, for which
-    the gradient fails on GPUs (test_loops_of_variables_on_any_device).
+    the gradient fails on GPUs (test_functions.py, "loops of variables").
     """
     condition = _condition_of(given)
     varying = {i for i, each in enumerate(given.inputs) if each.is_stacked}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import functions
 import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import between_devices, edges, ops_on, partitions, placements
 from oracle import assert_close, gradients_of, one_by_one
+from ways import PLACES, places
 
 import devicemap
 from devicemap.compile import graph_builder
@@ -19,39 +20,27 @@ from devicemap.compile import graph_builder
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
 SCALE, SHIFT, BIAS = tf.Variable(2.0), tf.Variable(0.5), tf.Variable([1.0, 2.0, 3.0])
-LEVELS = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1], [0.5, 0.8]), 1.5)
-NAME = tf.Variable("ab")
-TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["ab"], [2.0]), 0.0)
 
 
-def _first_and_second(mapped: Any, *sources: Any) -> list[Any]:
+def _gradients(*variables: Any) -> Any:
+    """What a tape takes: gradients by rows and variables."""
+    return lambda call, rows: gradients_of(call, rows, *variables)
+
+
+def _first_and_second(mapped: Any, x: Any) -> list[Any]:
     with tf.GradientTape() as tape:
-        tape.watch(sources)
-        first = gradients_of(mapped, *sources)
-        total = tf.add_n([tf.reduce_sum(gradient**2) for gradient in first])
-    return [*first, *map(tf.convert_to_tensor, tape.gradient(total, sources))]
+        tape.watch(x)
+        first = gradients_of(mapped, x, WEIGHTS)
+        total = tf.add_n([tf.reduce_sum(gradient**2) for gradient in first if gradient.dtype == x.dtype])
+    second = tape.gradient(total, [x, WEIGHTS], unconnected_gradients="zero")
+    return [*first, *map(tf.convert_to_tensor, second)]
 
 
-def _jacobian(mapped: Any, x: Any, *_: Any) -> Any:
+def _jacobian(mapped: Any, x: Any) -> Any:
     with tf.GradientTape() as tape:
         tape.watch(x)
         results = mapped(x)
     return tape.batch_jacobian(results, x)
-
-
-def _where_the_number_of_rows_is_unknown(take: Any, mapped: Any, rows: Any, *variables: Any) -> Any:
-    """As in the `train_step` of a Keras model."""
-    signature = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)]
-    return tf.function(lambda rows: take(mapped, rows, *variables), input_signature=signature)(rows)
-
-
-PLACES = {
-    "eager": lambda take, mapped, *sources: take(mapped, *sources),
-    "tape inside tf.function": lambda take, mapped, *sources: tf.function(lambda *s: take(mapped, *s))(*sources),
-    "tape outside tf.function": lambda take, mapped, *sources: take(tf.function(lambda x: mapped(x)), *sources),
-    "unknown rows": _where_the_number_of_rows_is_unknown,
-}
-places = pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
 
 
 def _looping(weights: Any, x: Any) -> Any:
@@ -78,17 +67,7 @@ def _python(weights: Any, batch: Any) -> Any:
     return tf.ensure_shape(tf.py_function(lambda b: b**3, [batch], tf.float32), [None, 3])
 
 
-def _named(weights: Any, row: Any) -> Any:
-    return tf.where(tf.strings.length(NAME) == 2, tf.linalg.matvec(weights, row), row) * TABLE.lookup(NAME)
-
-
-STEPS, COUNT = tf.Variable(3), tf.Variable(0)
-
-
-def _stepped(weights: Any, row: Any) -> Any:
-    for _ in tf.range(STEPS):
-        row = tf.tanh(tf.linalg.matvec(weights, row))
-    return row
+COUNT = tf.Variable(0)
 
 
 def _counted(weights: Any, row: Any) -> Any:
@@ -104,93 +83,48 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "loop, mapped": (_looping, {"vectorize": False}),
 }
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "row, mapped": (lambda weights, row: tf.linalg.matvec(weights, tf.sin(row)), {"vectorize": False}),
-    "embedding": (_embedded, {}),
-    "steps of an integer variable, mapped": (_stepped, {"vectorize": False}),
     "rows, mapped, that are counted": (_counted, {}),
     "lookup by a batch, with effects": (_looked_up, {"batched": True}),
     "Python": (_python, {"batched": True}),
-    "rows, mapped, that read a name": (_named, {"vectorize": False}),
-}
-SECOND_ORDER = "batch", "embedding"
-MARKS = {
-    "gather from a batch": pytest.mark.nightly,
-    "rows, mapped, that read a name": pytest.mark.private("gradients of loops that capture strings"),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in FUNCTIONS | OTHERS])
+@pytest.mark.parametrize("name", FUNCTIONS | OTHERS)
 @places
 def test_gradients_are_those_of_the_serial_map(devices: list[str], name: str, place: Any) -> None:
+    """`test_functions.py` has functions of single rows."""
     fn, options = (FUNCTIONS | OTHERS)[name]
     fn = partial(fn, WEIGHTS)
     mapper, serial = devicemap.DeviceMap(fn, devices=devices, **options), partial(one_by_one, fn)
     if "batched" in options:
         serial = (lambda x: x**3) if name == "Python" else fn
     for _ in range(2):  # calls with and without a tape take turns
-        assert_close(place(gradients_of, mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
+        assert_close(place(_gradients(WEIGHTS), mapper, X), gradients_of(serial, X, WEIGHTS))
         assert_close(mapper(X), serial(X))
-    if name in SECOND_ORDER and place is PLACES["eager"]:
-        for take in (_first_and_second, _jacobian):
-            got, wanted = (take(mapped, X, WEIGHTS) for mapped in (mapper, serial))
-            assert_close(got, wanted, rtol=1e-3, atol=1e-4)
 
 
-_norm = tf.function(lambda row: tf.reduce_sum(tf.linalg.svd(row, compute_uv=False)))
-
-
-@pytest.mark.in_ci(2)
-@pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
-@places
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda row: tf.linalg.svd(row, compute_uv=False),
-        lambda row: _norm(row) ** 2,
-        lambda row: tf.linalg.eigvalsh(row + tf.transpose(row)),
-        lambda row: tf.abs(tf.linalg.eigvals(row)),
-        lambda row: tf.raw_ops.EuclideanNorm(input=row, axis=tf.constant([-1], tf.int64)),
-    ],
-)
-def test_gradients_of_values_without_their_vectors(devices: list[str], fn: Any, place: Any) -> None:
-    """In the loop over rows, and in a loop of a vectorised row."""
-
-    def repeated(row: Any) -> Any:
-        add = lambda i, total: (i + 1, total + tf.reduce_sum(fn(row) ** 2))
-        return tf.while_loop(lambda i, _: i < 2, add, (0, tf.zeros([], tf.float64)))[1]
-
-    matrices = tf.constant(np.random.default_rng(0).normal(size=[4, 3, 3]))
-    mapper = devicemap.DeviceMap(repeated, devices=devices)
-    assert mapper.explain(matrices).vectorized
-    got = place(gradients_of, mapper, matrices)
-    assert_close(got, gradients_of(partial(one_by_one, repeated), matrices), rtol=1e-7, atol=1e-8)
-    if place in [*PLACES.values()][:2]:
-        mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
-        got = place(_first_and_second, mapper, matrices)  # first: TensorFlow keeps the gradients of _norm
-        assert_close(got, _first_and_second(partial(one_by_one, fn), matrices), rtol=1e-7, atol=1e-8)
-
-
-LOOPS: dict[str, Callable[[Any], Any]] = {
-    "value": lambda state: tf.tanh(state * SCALE),
-    "shape": lambda state: state**2 + tf.zeros_like(tf.convert_to_tensor(SCALE)),
-    "table": lambda state: state * LEVELS.lookup(tf.cast(state[0] > 0, tf.int32)),
+NO_GRADIENT_IN_LOOPS = pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
+SECOND_ORDER = {
+    "batch": (partial(FUNCTIONS["batch"][0], WEIGHTS), X, {"batched": True}),
+    "embedding": (partial(_embedded, WEIGHTS), X, {}),
+    **{name: (fn, functions.SQUARES[:4], {"vectorize": False}) for name, fn in functions.VALUES_ALONE.items()},
 }
-"""What a step reads: a variable, its shape only, or a lookup table."""
 
 
-@pytest.mark.in_ci(3)
-@pytest.mark.private("what makes vectorising safe")
-@pytest.mark.parametrize("steps", [2, None], ids=["", "rows leave at different times"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
-@pytest.mark.parametrize("step", LOOPS.values(), ids=list(LOOPS))
-def test_loops_of_variables_on_any_device(step: Any, steps: int | None, place: Any, devices: list[str]) -> None:
-    def fn(row: Any) -> Any:
-        end = tf.cast(tf.abs(row[0]) * 3, tf.int32) if steps is None else steps
-        return tf.while_loop(lambda i, _: i < end, lambda i, state: (i + 1, step(state)), (0, row))[1]
-
-    mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(X).vectorized
-    assert_close(place(gradients_of, mapper, X, SCALE), gradients_of(partial(one_by_one, fn), X, SCALE))
+@pytest.mark.in_ci(4)
+@pytest.mark.parametrize("place", [*PLACES.values()][:2], ids=[*PLACES][:2])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[NO_GRADIENT_IN_LOOPS] * (name in functions.VALUES_ALONE)) for name in SECOND_ORDER],
+)
+def test_second_order(devices: list[str], name: str, place: Any) -> None:
+    fn, rows, options = SECOND_ORDER[name]
+    mapper = devicemap.DeviceMap(fn, devices=devices, **options)
+    serial = fn if "batched" in options else partial(one_by_one, fn)
+    tolerances = {"rtol": 1e-7, "atol": 1e-8} if rows.dtype == tf.float64 else {"rtol": 1e-3, "atol": 1e-4}
+    assert_close(place(_first_and_second, mapper, rows), _first_and_second(serial, rows), **tolerances)
+    if name not in functions.VALUES_ALONE:
+        assert_close(place(_jacobian, mapper, rows), _jacobian(serial, rows), **tolerances)
 
 
 def _sum_of_squares(result: Any) -> Any:
@@ -333,7 +267,7 @@ def test_gradients_of_rows_in_order(place: Any) -> None:
         return row * weights + mean + 0.0 * generator.normal([3])
 
     mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2", "CPU:3"])
-    got = place(gradients_of, mapper, X, weights)
+    got = place(_gradients(weights), mapper, X)
     mean.assign([0.0, 0.0, 0.0])
     assert_close(got, gradients_of(partial(one_by_one, fn), X, weights))
 
@@ -409,7 +343,7 @@ def test_gradients_of_rows_one_by_one_with_hard_placement(place: Any, devices: l
 
     tf.config.set_soft_device_placement(False)
     try:
-        got = place(gradients_of, devicemap.DeviceMap(fn, devices=devices), X)
+        got = place(_gradients(), devicemap.DeviceMap(fn, devices=devices), X)
     finally:
         tf.config.set_soft_device_placement(True)
     assert_close(got, gradients_of(partial(one_by_one, fn), X))
@@ -460,30 +394,6 @@ def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], dev
         assert np.any(taken(mapped, X)[1])  # a call without rows leaves the next one alone
 
 
-@pytest.mark.in_ci(2)
-@places
-@pytest.mark.parametrize(
-    "indices",
-    [
-        pytest.param(lambda _: [0, 1, 1], id="of all rows", marks=pytest.mark.private("adding gradients")),
-        pytest.param(lambda batch: tf.argmax(batch, 1)[:, None], id="of each row"),
-    ],
-)
-def test_lookups_have_the_slices_of_one_call(devices: list[str], place: Any, indices: Any) -> None:
-    """Optimizers of Keras square each slice. Variables that are sent together have dense gradients."""
-
-    def fn(batch: Any) -> Any:
-        return batch * tf.reduce_sum(tf.gather(WEIGHTS, indices(batch)), -2) * SCALE + BIAS
-
-    def slices(mapped: Any, x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(mapped(x) ** 2)
-        return tf.norm(tape.gradient(total, WEIGHTS).values)
-
-    mapper = devicemap.DeviceMap(fn, devices=devices, batched=True)
-    np.testing.assert_allclose(place(slices, mapper, X), slices(fn, X), rtol=1e-5)
-
-
 def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is being built captures replicas of variables, which no tape follows."""
     variable = tf.Variable(3.0)
@@ -521,18 +431,18 @@ def _sent_together(row: Any) -> Any:
     return row * SCALE + tf.stop_gradient(SHIFT) * row + tf.gather(WEIGHTS, 1) + BIAS
 
 
+DENSE: dict[str, tuple[Any, Any, bool]] = {
+    "a row": (lambda i: WEIGHTS[i], [0, 2, 2, 1, -1], True),
+    "a number": (lambda i: tf.convert_to_tensor(BIAS)[i] * WEIGHTS[0], [0, 2, 2, 1, -1], True),
+    "a part": (lambda i: WEIGHTS[i, :2], [0, 2, 2, 1, -1], True),
+    "variables that are sent together, of which one has no gradient": (_sent_together, X, False),
+}
+
+
 @places
 @pytest.mark.private("gradients of the variables on each device by themselves")
-@pytest.mark.parametrize(
-    ("fn", "rows"),
-    [
-        pytest.param(lambda i: WEIGHTS[i], [0, 2, 2, 1, -1], id="a row"),
-        pytest.param(lambda i: tf.convert_to_tensor(BIAS)[i] * WEIGHTS[0], [0, 2, 2, 1, -1], id="a number"),
-        pytest.param(lambda i: WEIGHTS[i, :2], [0, 2, 2, 1, -1], id="a part"),
-        pytest.param(_sent_together, X, id="variables that are sent together, of which one has no gradient"),
-    ],
-)
-def test_gradients_of_slices_are_dense(fn: Any, rows: Any, place: Any, devices: list[str]) -> None:
+@pytest.mark.parametrize(("fn", "rows", "dense"), DENSE.values(), ids=DENSE)
+def test_gradients_of_slices_are_dense(fn: Any, rows: Any, dense: bool, place: Any, devices: list[str]) -> None:
     """Optimizers of Keras square each slice of `tf.IndexedSlices`."""
 
     def gradients(mapped: Any, x: Any) -> list[Any]:
@@ -544,5 +454,29 @@ def test_gradients_of_slices_are_dense(fn: Any, rows: Any, place: Any, devices: 
     found = place(gradients, devicemap.DeviceMap(fn, devices=devices), rows)
     wanted = gradients(lambda x: tf.map_fn(fn, x, fn_output_signature=tf.float32), rows)
     assert [each is None for each in found] == [each is None for each in wanted]
-    assert fn is _sent_together or not any(isinstance(each, tf.IndexedSlices) for each in found)
+    assert not (dense and any(isinstance(each, tf.IndexedSlices) for each in found))
     assert_close(*([tf.convert_to_tensor(each) for each in some if each is not None] for some in (found, wanted)))
+
+
+@pytest.mark.in_ci(2)
+@places
+@pytest.mark.parametrize(
+    "indices",
+    [
+        pytest.param(lambda _: [0, 1, 1], id="of all rows", marks=pytest.mark.private("adding gradients")),
+        pytest.param(lambda batch: tf.argmax(batch, 1)[:, None], id="of each row"),
+    ],
+)
+def test_lookups_by_a_batch_have_the_slices_of_one_call(devices: list[str], place: Any, indices: Any) -> None:
+    """Variables that are sent together have dense gradients."""
+
+    def fn(batch: Any) -> Any:
+        return batch * tf.reduce_sum(tf.gather(WEIGHTS, indices(batch)), -2) * SCALE + BIAS
+
+    def slices(mapped: Any, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(mapped(x) ** 2)
+        return tf.norm(tape.gradient(total, WEIGHTS).values)
+
+    mapper = devicemap.DeviceMap(fn, devices=devices, batched=True)
+    np.testing.assert_allclose(place(slices, mapper, X), slices(fn, X), rtol=1e-5)

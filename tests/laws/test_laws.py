@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,48 +13,12 @@ from cases import CASES, ROWS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_same, first_rows, gradients_of, one_by_one
+from ways import CALLS
 
 import devicemap
 
-
-def _in_memory(mapper: Any, case: Case, data: Any) -> Any:
-    return mapper(data)
-
-
-def _unknown_rows(mapper: Any, case: Case, data: Any) -> Any:
-    """Inside the user's `tf.function`, which does not know the number of rows."""
-
-    def relax(leaf: Any) -> Any:
-        shape = [None, *leaf.shape[1:]]
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-        return (tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec)(shape, leaf.dtype)
-
-    if case.name not in _functions:
-        signature = [tf.nest.map_structure(relax, data)]
-        _functions[case.name] = tf.function(lambda data: mapper(data), input_signature=signature)
-    return _functions[case.name](data)
-
-
-def _known_rows(mapper: Any, case: Case, data: Any) -> Any:
-    """Inside the user's `tf.function`, which knows: the static shape must survive."""
-    function = tf.function(lambda: mapper(data))
-    for leaf in tf.nest.flatten(function.get_concrete_function().structured_outputs):
-        assert not (case.shape_known and isinstance(leaf, tf.Tensor)) or leaf.shape.is_fully_defined()
-    return function()
-
-
-def _dataset(mapper: Any, case: Case, data: Any) -> Any:
-    dataset = tf.data.Dataset.from_tensor_slices(data)
-    return mapper(dataset.batch(4) if case.batched else dataset)
-
-
-_functions: dict[str, Callable[[Any], Any]] = {}
-WAYS = {
-    _in_memory: (0, 1, ROWS),
-    _known_rows: (0, ROWS),
-    _unknown_rows: (0, 2, ROWS),
-}
+WAYS = {"eager": (0, 1, ROWS), "known rows": (0, ROWS), "unknown rows": (0, 2, ROWS)}
+"""How a map is called, and with how many rows."""
 
 
 def _wanted(case: Case, rows: int) -> Any:
@@ -67,37 +30,40 @@ def _counts(case: Case, rows: tuple[int, ...]) -> list[int]:
     return [n for n in rows if n or case.shape_known]
 
 
+def _skip_xla_on_gpus(devices: list[str]) -> None:
+    if devices[0].startswith("GPU"):
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_answer(case: Case, devices: list[str]) -> None:
-    if case.name.startswith("compiled") and devices[0].startswith("GPU"):
-        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+    """The static shape survives in a `tf.function` that knows the number of rows."""
+    if case.name.startswith("compiled"):
+        _skip_xla_on_gpus(devices)
     mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched, **case.options)
-    _functions.clear()
-    for way, counts in WAYS.items():
+    for how, counts in WAYS.items():
+        called = CALLS[how](mapper, case.data)
         for rows in _counts(case, counts):
-            assert_same(way(mapper, case, first_rows(case.data, rows)), _wanted(case, rows))
+            data, wanted = first_rows(case.data, rows), _wanted(case, rows)
+            assert_same(called(data), wanted)
+            if how == "known rows":
+                for leaf in tf.nest.flatten(called.get_concrete_function(data).structured_outputs):
+                    assert leaf.shape.is_fully_defined() or not (case.shape_known and isinstance(leaf, tf.Tensor))
 
 
 @pytest.mark.in_ci(8)
 @pytest.mark.parametrize("batch_size", [1, 5, 100, None])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_answer_in_chunks(case: Case, batch_size: int | None, devices: list[str]) -> None:
-    if case.name.startswith("compiled") and devices[0].startswith("GPU"):
-        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+    if case.name.startswith("compiled"):
+        _skip_xla_on_gpus(devices)
     mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched, batch_size=batch_size, **case.options)
     for rows in _counts(case, (0, 1, ROWS)):
         data = first_rows(case.data, rows)
         if batch_size is not None:
             assert_same(mapper(data), _wanted(case, rows))
-        assert_same(_dataset(mapper, case, data), _wanted(case, rows))
-
-
-def test_same_answer_on_a_plain_cpu() -> None:
-    """One CPU device takes a shard per core."""
-    mapper = devicemap.DeviceMap(lambda row: (row * 2, tf.reduce_sum(row)), devices=["CPU:2"])
-    for rows in (1, 15, 16, 64, 1000):
-        data = tf.random.normal([rows, 3])
-        assert_same(mapper(data), (data * 2, tf.reduce_sum(data, 1)))
+        dataset = tf.data.Dataset.from_tensor_slices(data)
+        assert_same(mapper(dataset.batch(4) if case.batched else dataset), _wanted(case, rows))
 
 
 @pytest.mark.in_ci(1)
@@ -213,8 +179,7 @@ def _writing(count: Any, generator: Any, row: Any) -> Any:
 )
 def test_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]) -> None:
     """XLA takes variables of its own device alone, and hands nothing that a loop or branch keeps to its gradient."""
-    if devices[0].startswith("GPU"):
-        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+    _skip_xla_on_gpus(devices)
     serial = partial(one_by_one, fn)
     mapper = devicemap.DeviceMap(fn, devices=devices, jit_compile=True, **options)
     _compare(gradients_of(mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
@@ -233,8 +198,7 @@ def test_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]
 @pytest.mark.private("knowing that XLA compiles")
 def test_what_xla_compiles_after_gradients(devices: list[str]) -> None:
     """TensorFlow changes loops for their gradients, so that XLA refuses them, or ends the process."""
-    if devices[0].startswith("GPU"):
-        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+    _skip_xla_on_gpus(devices)
     mapper = devicemap.DeviceMap(_in_a_loop, devices=devices)
     with tf.GradientTape(), tf.GradientTape() as tape:
         total = tf.reduce_sum(mapper(X))

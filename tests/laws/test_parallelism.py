@@ -49,7 +49,7 @@ BATCHED = [False, True]
 @pytest.mark.in_ci(4)
 @pytest.mark.parametrize("batched", BATCHED)
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", "function"))
-@pytest.mark.parametrize("caller", ["eager", "tf.function", "tape"])
+@pytest.mark.parametrize("caller", ["eager", "tf.function", "tape", "reduce"])
 def test_no_edge_joins_two_devices(fn: Any, batched: bool, caller: str) -> None:
     rows = (lambda batch: tf.map_fn(fn, batch)) if batched else fn
     mapper = devicemap.DeviceMap(rows, devices=WORKERS, batched=batched)
@@ -59,7 +59,9 @@ def test_no_edge_joins_two_devices(fn: Any, batched: bool, caller: str) -> None:
             tape.watch(x)
             return mapper(x)
 
-    graphs = partitions({"eager": mapper, "tf.function": tf.function(lambda x: mapper(x)), "tape": taped}[caller], X)
+    reduced = lambda x: mapper.reduce(x, "sum")
+    callers = {"eager": mapper, "tf.function": tf.function(lambda x: mapper(x)), "tape": taped, "reduce": reduced}
+    graphs = partitions(callers[caller], X)
     assert between_devices(graphs) == []
     assert not [edge for edge in edges(graphs) if edge.control and edge.receiver == "CPU:0"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import tensorflow as tf
 from graphs import edges, ops_on, partitions
 from oracle import assert_close
+from ways import CALLS
 
 import devicemap
 from devicemap.compile.audit import Treatment, audit
@@ -123,27 +123,31 @@ def test_an_update_in_the_users_function_comes_after_what_the_call_reads(
             assert_close(run(X), wanted, rtol=1e-5)
 
 
-def _calls(mapper: Any, how: str) -> Callable[[], Any]:
-    """Mapping `X` in eager code, or inside a user's `tf.function` that knows how many rows there are, or does not."""
-    if how == "eager":
-        return partial(mapper, X)
-    rows = 20 if how == "known rows" else None
-    return partial(tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([rows, 3])]), X)
+def _straight(state: Any, row: Any) -> None:
+    state.assign(state * 0.5 + row[0])
 
 
-@pytest.mark.parametrize("how", ["eager", "known rows", "unknown rows"])
+def _in_a_branch_in_a_loop(state: Any, row: Any) -> None:
+    for i in tf.range(3):
+        if row[0] > 9.0 * tf.cast(i, tf.float32):
+            state.assign(state * 0.5 + row[0])
+
+
+@pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("batched", [False, True])
-def test_what_depends_on_order_runs_in_order(devices: list[str], batched: bool, how: str) -> None:
+@pytest.mark.parametrize("update", [_straight, _in_a_branch_in_a_loop])
+def test_what_depends_on_order_runs_in_order(devices: list[str], update: Any, batched: bool, how: str) -> None:
     state = tf.Variable(1.0)
 
     def step(row: Any) -> Any:
-        state.assign(state * 0.5 + row[0])
+        update(state, row)
         return state.read_value()
 
     fn = (lambda b: tf.map_fn(step, b, parallel_iterations=1)) if batched else step
     wanted = tf.function(lambda x: tf.map_fn(step, x, parallel_iterations=1))(X)
     mapper = devicemap.DeviceMap(fn, devices=devices, batched=batched)
-    for call in (*[_calls(mapper, how)] * 5, partial(mapper, SAMPLES.batch(4) if batched else SAMPLES)):
+    called = CALLS[how](mapper, X)
+    for call in (*[partial(called, X)] * 5, partial(mapper, SAMPLES.batch(4) if batched else SAMPLES)):
         state.assign(1.0)
         np.testing.assert_allclose(call(), wanted)
 
