@@ -11,7 +11,7 @@ import functions
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import partitions, placements, traced
+from graphs import partitions, traced
 from oracle import assert_one_by_one, one_by_one
 
 import devicemap
@@ -176,6 +176,9 @@ HELD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], dict[str, int]]] 
         functions.shared_start, functions.TRIPLES, {}, {"TensorListReserve": 0, "If": 0, "StatelessIf": 0}),
     "no list with a tensor for each row": (
         functions.until_small, functions.TRIPLES, {}, {"TensorListScatterIntoExistingList": 0}),
+    # What is vectorised is called for one row first, which stateful ops would keep.
+    "no op for one row beside that for all rows": (
+        functions.in_steps, *functions.SHARED["steps of an integer variable"][1:], {}, {"Tanh": 1}),
     "no op twice": (functions.mean_and_deviation, functions.SIXES, {}, {"Where": 1}),
     "no op twice, whose results have a known size": (functions.padded, functions.SIXES, {}, {"Where": 1}),
     "one loop for random numbers of seeds of rows": (
@@ -228,19 +231,6 @@ def test_functions_without_arguments_or_results() -> None:
     assert len(np.unique(drawn)) > 7
     with pytest.raises(tf.errors.InvalidArgumentError):
         mapper(10.0 + tf.abs(VECTORS))
-
-
-@pytest.mark.nightly
-def test_nothing_runs_for_one_row_beside_all_rows() -> None:
-    """What is vectorised is called for one row first, which stateful ops would keep."""
-    level = tf.Variable(1.0)
-
-    def looping(row: Any) -> Any:
-        return tf.while_loop(lambda i, _: i < 5, lambda i, s: (i + 1, tf.sin(s) + level), (0, row))[1]
-
-    mapper = devicemap.DeviceMap(looping, devices=TWO)
-    assert placements(partitions(mapper, tf.ones([8, 3])), "Sin") == {"CPU:1": 1, "CPU:2": 1}
-    assert traced(mapper, tf.ones([8, 3])).vectorized
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 2)])

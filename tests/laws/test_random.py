@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -45,35 +47,96 @@ def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
     assert between_devices(partitions(mapper, ones)) == []
 
 
-_drawing = tf.function(lambda row: row * tf.random.normal([3], seed=3))
-_looping = tf.function(lambda row: tf.map_fn(lambda number: _drawing(number * tf.ones([3]))[0], row))
-DRAWS = {
-    "two ops": lambda row: 0 * row + tf.random.normal(tf.shape(row)) + tf.random.uniform(tf.shape(row), seed=5),
-    "a function itself": _drawing,
-    "a function": lambda row: _drawing(row) + 1.0,
-    "a function in a loop": lambda row: _looping(row),
-    "candidates": lambda r: tf.random.uniform_candidate_sampler([[0]], 1, 1, True, 10**9, seed=5)[0],
-}
+def _noise(row: Any) -> Any:
+    return row * tf.random.normal([3], seed=3)
 
+
+def _saved_and_loaded() -> Any:
+    module = tf.Module()
+    module.draw = tf.function(_noise, input_signature=[tf.TensorSpec([3])])
+    with TemporaryDirectory() as path:
+        tf.saved_model.save(module, path)
+        return tf.saved_model.load(path).draw
+
+
+@tf.custom_gradient
+def _doubled(x: Any) -> Any:
+    """Its gradient uses what was drawn, and is not that of what it returns."""
+    drawn = tf.random.uniform([3], 1.0, 2.0, seed=4)
+    return x * drawn, lambda upstream: 2.0 * upstream * drawn
+
+
+@tf.function
+def _doubled_in_a_loop(row: Any) -> Any:
+    for _ in tf.range(2):
+        row = _doubled(row)
+    return row
+
+
+@tf.function
+def _doubled_in_a_branch(row: Any) -> Any:
+    return _doubled(row) if row[0] > -1e9 else row
+
+
+@tf.function
+def _doubled_in_a_case(row: Any) -> Any:
+    return tf.switch_case(tf.cast(row[0] * 0.0, tf.int32), [lambda: _doubled(row), lambda: row])
+
+
+_drawing = tf.function(_noise)
+_concrete = tf.function(_noise).get_concrete_function(tf.TensorSpec([3]))
+_loaded = _saved_and_loaded()
+_compiled = tf.function(_noise, jit_compile=True)
+_kept = tf.function(_noise, experimental_attributes={"_noinline": True})
+_doubling = tf.function(_doubled)
+_looping = tf.function(lambda row: tf.map_fn(lambda number: _drawing(number * tf.ones([3]))[0], row))
+DRAWS: dict[str, tuple[Callable[[Any], Any], float | None]] = {
+    "two ops": (lambda r: 0 * r + tf.random.normal(tf.shape(r)) + tf.random.uniform(tf.shape(r), seed=5), None),
+    "candidates": (lambda r: tf.random.uniform_candidate_sampler([[0]], 1, 1, True, 10**9, seed=5)[0], None),
+    "a function itself": (_drawing, 1.0),
+    "a function": (lambda row: 2.0 * _drawing(row), 1.0),
+    "a function in a loop": (lambda row: _looping(row), 1.0),
+    "a custom gradient": (lambda row: _doubling(row), 2.0),
+    "a custom gradient in a loop": (lambda row: _doubled_in_a_loop(row), 4.0),
+    "a custom gradient in a branch": (lambda row: _doubled_in_a_branch(row), 2.0),
+    "a custom gradient in a case": (lambda row: _doubled_in_a_case(row), 2.0),
+    "a function that is not inlined": (lambda row: _kept(row), 1.0),
+    "traced before": (lambda row: _concrete(row), 1.0),
+    "traced before and saved": (lambda row: _loaded(row), 1.0),
+    "traced before and compiled": (lambda row: _compiled(row), 1.0),
+    "traced before, with raw ops": (
+        lambda row: row * tf.raw_ops.RandomStandardNormal(shape=[3], dtype=tf.float32, seed=3), 1.0),
+}  # fmt: skip
+"""Functions, and the gradient of what they return for a row of ones, as a multiple of it.
+
+One device draws all numbers of what was traced before, because its seeds cannot be changed.
+"""
 TRACED_AGAIN = pytest.mark.private("tracing functions again, with other seeds")
 
 
-@pytest.mark.in_ci(5)
+@pytest.mark.in_ci(8)
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[TRACED_AGAIN] * name.startswith("a function")) for name in DRAWS]
+    "name", [pytest.param(name, marks=[TRACED_AGAIN] * (DRAWS[name][1] is not None)) for name in DRAWS]
 )
 def test_random_ops_never_repeat_a_stream(name: str, options: dict[str, Any], seeded: bool) -> None:
     if seeded:
         tf.random.set_seed(1)
-    mapper = devicemap.DeviceMap(DRAWS[name], devices=WORKERS, **options)
-    samples = tf.data.Dataset.from_tensor_slices(X)
-    draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(samples), mapper(samples)]
-    assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
-    if "a function" in name and "batch_size" not in options:
-        rows, gradient = _taped(mapper, X)
-        np.testing.assert_allclose(gradient * X, rows - (1.0 if name == "a function" else 0.0), rtol=1e-4, atol=1e-5)
+    fn, factor = DRAWS[name]
+    mapper = devicemap.DeviceMap(fn, devices=WORKERS, **options)
+    ones = tf.ones([20, 3])
+    samples = tf.data.Dataset.from_tensor_slices(ones)
+    draws = [[mapper(ones), mapper(ones), mapper(ones[:2]), mapper(ones[:1])], [mapper(samples), mapper(samples)]]
+    if factor is not None and "batch_size" not in options:
+        inside = tf.function(lambda x: _taped(mapper, x))
+        for rows, gradient in (_taped(mapper, ones), _taped(mapper, ones, persistent=True), inside(ones), inside(ones)):
+            np.testing.assert_allclose(gradient, factor * rows, rtol=1e-4, atol=1e-5)
+            draws.append([rows])
+    fixed_seeds = name.startswith("traced before")  # which begin again in each graph
+    for numbers in draws if fixed_seeds else [[rows for each in draws for rows in each]]:
+        assert _distinct(np.concatenate(numbers)) == sum(len(rows) for rows in numbers)
+    assert bool(mapper.explain(ones).fixed_seeds) == fixed_seeds
 
 
 @pytest.mark.private("when tf.random.set_seed was called")
@@ -98,83 +161,6 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
     numbers = np.concatenate([np.asarray(each).flatten() for each in later])
     assert len({*numbers}) == len(numbers) == 4 * 60
     np.testing.assert_array_equal(later[2], draws[0])
-
-
-def _noise(row: Any) -> Any:
-    return row * tf.random.normal([3], seed=3)
-
-
-def _saved(path: Any) -> Any:
-    module = tf.Module()
-    module.draw = tf.function(_noise, input_signature=[tf.TensorSpec([3])])
-    tf.saved_model.save(module, str(path))
-    return tf.saved_model.load(str(path)).draw
-
-
-TRACED_BEFORE = {
-    "concrete": lambda path: tf.function(_noise).get_concrete_function(tf.TensorSpec([3])),
-    "saved": _saved,
-    "compiled": lambda path: tf.function(_noise, jit_compile=True),
-    "kept": lambda path: tf.function(_noise, experimental_attributes={"_noinline": True}),
-    "raw": lambda path: lambda row: row * tf.raw_ops.RandomStandardNormal(shape=[3], dtype=tf.float32, seed=3),
-}
-
-
-@pytest.mark.in_ci(2)
-@pytest.mark.private("traces of inner functions for each number stream")
-@pytest.mark.parametrize("batch_size", [None, 4])
-@pytest.mark.parametrize("name", TRACED_BEFORE)
-def test_functions_that_were_traced_before_never_repeat_a_stream(
-    name: str, batch_size: int | None, tmp_path: Any
-) -> None:
-    """Their seeds cannot be changed, so that one device draws all numbers."""
-    inner = TRACED_BEFORE[name](tmp_path)
-    mapper = devicemap.DeviceMap(lambda row: inner(row), devices=WORKERS, batch_size=batch_size)
-    x = tf.ones([20, 3])
-    assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(x)])) == 3 * 20
-    assert bool(mapper.explain(x).fixed_seeds) == (name != "kept")
-    if batch_size is None:
-        rows, gradient = _taped(mapper, x)
-        np.testing.assert_allclose(gradient, rows, rtol=1e-6)
-        assert _distinct(rows) == 20
-
-
-@tf.custom_gradient
-def _doubled(x: Any) -> Any:
-    """Its gradient uses what was drawn, and is not that of what it returns."""
-    drawn = tf.random.uniform([3], 1.0, 2.0, seed=4)
-    return x * drawn, lambda upstream: 2.0 * upstream * drawn
-
-
-def _in_a_loop(row: Any) -> Any:
-    for _ in tf.range(2):
-        row = _doubled(row)
-    return row
-
-
-def _in_a_branch(row: Any) -> Any:
-    return _doubled(row) if row[0] > -1e9 else row
-
-
-def _in_a_case(row: Any) -> Any:
-    return tf.switch_case(tf.cast(row[0] * 0.0, tf.int32), [lambda: _doubled(row), lambda: row])
-
-
-@pytest.mark.in_ci(1)
-@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
-@pytest.mark.parametrize("vectorize", ["auto", False])
-@pytest.mark.parametrize(
-    ("fn", "factor"), [(lambda row: _doubled(row), 2.0), (_in_a_loop, 4.0), (_in_a_branch, 2.0), (_in_a_case, 2.0)]
-)
-def test_gradients_use_what_was_drawn(fn: Any, factor: float, vectorize: Any) -> None:
-    inner, x = tf.function(fn), X[:5]
-    mapper = devicemap.DeviceMap(lambda row: inner(row), devices=WORKERS[:2], vectorize=vectorize)
-    inside = tf.function(lambda x: _taped(mapper, x))
-    results = [_taped(mapper, x), _taped(mapper, x, persistent=True), inside(x), inside(x)]
-    for rows, gradients in results:
-        np.testing.assert_allclose(gradients, factor * rows / x, rtol=1e-5)
-    draws = [mapper(x), mapper(x), mapper(tf.data.Dataset.from_tensor_slices(x)), *(rows for rows, _ in results)]
-    assert _distinct(np.concatenate(draws) / np.concatenate([x] * len(draws))) == 5 * len(draws)
 
 
 @tf.custom_gradient
