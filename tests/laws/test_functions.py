@@ -27,6 +27,8 @@ CASES = {name: case for functions in FIELDS.values() for name, case in functions
 ALL_OPS = "every op of fn has a vectorised form"
 QUICK = "lists and kernels", "loops of variables", "values alone", "shared"
 """Fields of which CI takes gradients."""
+OTHERS = "many axes", *NESTED
+"""Fields whose gradients need kernels for more axes than TensorFlow has, or take long."""
 
 
 def _nightly(fields: Collection[str]) -> list[Any]:
@@ -78,21 +80,24 @@ TAPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "field", [field for field in _nightly(FIELDS.keys() - QUICK) if field.values != ("many axes",)]
-)
+@pytest.mark.parametrize("field", [field for field in _nightly(FIELDS.keys() - QUICK) if field.values[0] not in OTHERS])
 @pytest.mark.parametrize(("vectorize", "place"), TAPES)
 def test_gradients_are_those_of_single_rows(devices: list[str], field: str, place: str, vectorize: Any) -> None:
     """Gradients that are not finite for the row are not compared."""
     fn, data = _all_of([*FIELDS[field]])
     mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)
     take = lambda call, data: gradients_of(call, data, functions.VARIABLES)
-    for got, wanted in zip(
-        PLACES[place](take, mapper, data), take(lambda data: one_by_one(fn, data), data), strict=True
-    ):
+    found = PLACES[place](take, mapper, data)
+    for got, wanted in zip(found, take(lambda data: one_by_one(fn, data), data), strict=True):
         finite = np.isfinite(wanted)
         scale = np.max(np.abs(wanted), initial=1.0, where=finite)
         np.testing.assert_allclose(np.where(finite, got, 0), np.where(finite, wanted, 0), rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("field", NESTED)
+def test_gradients_of_nested_blocks(devices: list[str], field: str) -> None:
+    test_gradients_are_those_of_single_rows(devices, field, "unknown rows", "auto")
 
 
 PLANS = functions.PARTLY | functions.ROW_BY_ROW | functions.MANY_AXES | functions.NOT_COMPARED
