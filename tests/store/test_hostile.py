@@ -122,11 +122,12 @@ def test_a_journal_that_names_a_file_to_delete(written: Path, tmp_path: Path) ->
     _check_refused("names another file to delete", written)
 
 
-# Random damage: flipped bytes, and edits of rows without their checksums
+# Random changes: bytes of the file, and rows of its tables, without and with new checksums
 
 
-def _damage(data: bytearray, draw: random.Random) -> None:
-    """Flip bytes, mostly, or cut the file, or erase or repeat a block."""
+def _change_bytes(directory: Path, draw: random.Random) -> None:
+    """Change a few bytes, mostly, or cut the file, or erase or repeat a block."""
+    data = bytearray((directory / DATABASE).read_bytes())
     change, size, start = draw.randrange(6), draw.choice([512, 4096, 65536]), draw.randrange(len(data))
     if change == 0:
         del data[draw.choice([start, 2**16 * draw.randrange(5)]) :]
@@ -140,6 +141,7 @@ def _damage(data: bytearray, draw: random.Random) -> None:
         for _ in range(draw.randrange(1, 4)):
             place = int(draw.choice(used)) + draw.choice([0, 0, 1])
             data[min(place, len(data) - 1)] = draw.choice([0, 1, 127, 255, draw.randrange(256)])
+    (directory / DATABASE).write_bytes(data)
 
 
 NASTY: list[Any] = [None, "", "x", "[4]", "[2, 4]", "[[4]]", "[[4, 2]]", b"", b"x", 1e308]
@@ -149,7 +151,7 @@ COLUMNS += [("parts", name) for name in ("id", "data")]
 COLUMNS += [("header", name) for name in ("call", "rows", "checksum")]
 
 
-def _edit(directory: Path, draw: random.Random) -> None:
+def _change_an_entry(directory: Path, draw: random.Random) -> None:
     table, column = draw.choice(COLUMNS)
     one, other = (draw.choice(query(directory, f"SELECT rowid FROM {table}"))[0] for _ in range(2))
     change = draw.randrange(6)
@@ -164,38 +166,6 @@ def _edit(directory: Path, draw: random.Random) -> None:
         else:
             query(directory, f"UPDATE {table} SET {column} = ? WHERE rowid = ?", draw.choice(NASTY), one)
 
-
-@pytest.mark.parametrize("mutations", [300, pytest.param(1000, marks=pytest.mark.nightly)])
-def test_damage_never_gives_a_wrong_row(mutations: int, original: Path, tmp_path: Path) -> None:
-    """What can be read after a mutation is right, and so is what a later run completes."""
-    draw, counts = random.Random(18), Counter[str]()
-    good = (original / DATABASE).read_bytes()
-    directory = Path(shutil.copytree(original, tmp_path / "out"))
-    for number in range(mutations):
-        data = bytearray(good)
-        if number % 2:
-            _damage(data, draw)
-        (directory / DATABASE).write_bytes(data)
-        (directory / f"{DATABASE}-journal").write_bytes(b"")
-        if number % 2 == 0:
-            _edit(directory, draw)
-        try:
-            results = devicemap.open_results(directory)
-            for chunk, (start, stop) in zip(results, ranges(directory)):
-                _check_rows(chunk, start, stop)
-            _check_rows(results.load(), 0, ROWS)
-            counts["read"] += 1
-        except JournalError:
-            counts["refused"] += 1
-        if number % 20 < 2:
-            with suppress(JournalError):
-                _check_rows(MAPPER.write(tf.range(ROWS), directory).load(), 0, ROWS)
-                counts["continued"] += 1
-    assert len(counts) == 3
-    assert min(counts.values()) > mutations / 40, counts
-
-
-# Forged directories, with valid checksums
 
 FORGED: list[Any] = [None, True, "", "x", "resource", "string", "int4", -1, 0, 1, 3, 2**31, 2**48, 2**63, 1e308]
 FORGED += [float("nan"), [], [None], [[]], [None, -1], [0, 2**62], {}, {"dense": "int64"}, {"value": 1}, {"tuple": []}]
@@ -238,23 +208,6 @@ def _forge_chunk(directory: Path, draw: random.Random) -> None:
     query(directory, "UPDATE chunks SET stop = ?, shapes = ?, checksum = ? WHERE start = ?", stop, text, check, start)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.nightly)])
-def test_forged_directories_fit_their_description(count: int, original: Path, tmp_path: Path) -> None:
-    """Each is refused, or its leaves have the structure, dtypes, shapes and rows that it declares."""
-    draw, read = random.Random(5), 0
-    for number in range(count):
-        directory = Path(shutil.copytree(original, tmp_path / str(number)))
-        draw.choice([_forge_header, _forge_chunk])(directory, draw)
-        with suppress(JournalError):
-            results = devicemap.open_results(directory)
-            for chunk in (*results, results[0:3], results.load(), *results.as_dataset()):
-                _check_fits(chunk, results.structure)
-            read += 1
-        with suppress(JournalError):
-            MAPPER.write(tf.range(ROWS), directory)
-    assert count / 40 < read < count - 5
-
-
 def _check_fits(chunk: Any, structure: Any) -> None:
     rows = set()
     for leaf, spec in zip(tf.nest.flatten(chunk), tf.nest.flatten(structure), strict=True):
@@ -266,6 +219,56 @@ def _check_fits(chunk: Any, structure: Any) -> None:
         elif isinstance(leaf, tf.RaggedTensor):
             leaf.to_list()
     assert len(rows) <= 1
+
+
+FORGERIES = [_forge_header, _forge_chunk]
+MUTATIONS = [_change_bytes, _change_an_entry] * 2 + FORGERIES
+
+
+@pytest.mark.parametrize("mutations", [300, pytest.param(1200, marks=pytest.mark.nightly)])
+def test_damage_never_gives_a_wrong_row(mutations: int, original: Path, tmp_path: Path) -> None:
+    """What can be read fits the description of the results, and is right unless its checksum was forged.
+
+    So is what a later run completes.
+    """
+    draw, counts = random.Random(18), Counter[tuple[bool, str]]()
+    directory = Path(shutil.copytree(original, tmp_path / "out"))
+    for number in range(mutations):
+        for name in (DATABASE, f"{DATABASE}-journal"):
+            shutil.copy(original / name, directory)
+        mutate = MUTATIONS[number % 6]
+        mutate(directory, draw)
+        forged = mutate in FORGERIES
+        try:
+            results = devicemap.open_results(directory)
+            for chunk, (start, stop) in zip(results, ranges(directory)):
+                _check_fits(chunk, results.structure) if forged else _check_rows(chunk, start, stop)
+            for chunk in (results.load(), results[0:3], *(results.as_dataset() if forged else ())):
+                _check_fits(chunk, results.structure)
+            counts[forged, "read"] += 1
+        except JournalError:
+            counts[forged, "refused"] += 1
+        if forged or number % 20 < 2:
+            with suppress(JournalError):
+                continued = MAPPER.write(tf.range(ROWS), directory)
+                forged or _check_rows(continued.load(), 0, ROWS)
+                counts[forged, "continued"] += 1
+    assert len(counts) == 6
+    assert min(counts.values()) > mutations / 100, counts
+
+
+def test_a_damaged_failed_row(tmp_path: Path) -> None:
+    fn = lambda row: tf.debugging.check_numerics(1 / (row - 5), "row 5")
+    devicemap.DeviceMap(fn, devices=["CPU:1"], batch_size=4, on_error="skip").write(tf.range(12.0), tmp_path)
+    query(tmp_path, "DELETE FROM chunks WHERE start = 6")
+    (values,) = query(tmp_path, "SELECT inputs, shapes, device, error FROM chunks WHERE start = 5")
+    right_checksum = f"stop = 7, checksum = {checksum(5, 7, *values, 0)}"  # but the row may cover no other row
+    for change in ("error = 'another'", "device = 1", "error = NULL", "inputs = 'x'", "stop = 7", right_checksum):
+        query(tmp_path, f"UPDATE chunks SET {change} WHERE start = 5")
+        with pytest.raises(JournalError):
+            devicemap.open_results(tmp_path)[:10]
+        restored = "stop = 6, inputs = ?, shapes = ?, device = ?, error = ?"
+        query(tmp_path, f"UPDATE chunks SET {restored} WHERE start = 5", *values)
 
 
 def test_more_rows_than_memory(written: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import sqlite3
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from processes import run
 from stored import DATA, Counted, read_rows, untouched, write_chunks
 
 import devicemap
+from devicemap import Reducer
 from devicemap.errors import JournalError
 from devicemap.events import ChunkFinished, Event
-from devicemap.store.database import Header, StoredChunk, open_for_writing
+from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest
 
 
@@ -114,16 +116,6 @@ def test_a_statement_that_fails(error: BaseException, tmp_path: Path, monkeypatc
         assert Counted(_triple).write(directory) == [row for row in range(64) if row not in stored]
 
 
-def test_a_dataset_that_was_shorter_than_a_batch_may_grow(tmp_path: Path) -> None:
-    mapper = devicemap.DeviceMap(lambda batch: batch * 2, devices=["CPU:1"], batched=True)
-    for rows, added in ((5, 5), (20, 15), (30, 10)):
-        results = mapper.write(tf.data.Dataset.range(rows).batch(8), tmp_path / "out")
-        np.testing.assert_array_equal(results.load(), range(0, 2 * rows, 2))
-        assert mapper.report.rows == added
-    with pytest.raises(JournalError, match="chunk_rows was 8 there, and is 4 now"):
-        mapper.write(tf.data.Dataset.range(30).batch(4), tmp_path / "out")
-
-
 def test_workers_wait_while_many_bytes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("devicemap.store.database._QUEUE_BYTES", 1)
     stored: list[bool] = []
@@ -196,42 +188,101 @@ def test_a_forked_child_does_not_disturb_its_parent(tmp_path: Path) -> None:
 # Refusals and faults
 
 
-def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    Counted(_triple).write(tmp_path)
-    other_data = DATA.copy()
-    other_data[40] = 7
-    trusted: dict[str, Any] = {"trust_function": True}
-    others: list[tuple[str, Counted, dict[str, Any]]] = [
-        ("other data: rows 40 to 43 were not the same", Counted(_triple, other_data), {}),
-        (
-            r"results was {'dense': 'int64', 'shape': \[None\]} there, and is {'dense': 'float32'",
-            Counted(_triple, DATA.astype(np.float32)),
-            {},
-        ),
-        (r"another call.*inputs was {'dense': 'int64'.* there, and is {'tuple'", Counted(_triple, (DATA,)), {}),
-        ("another call.*batch_size was 4 there, and is 8 now", Counted(_triple, batch_size=8), {}),
-        ("another call.*batched was False there", Counted(_triple, batched=True), {}),
-        ("of 64 rows or more, and the data has 63 now", Counted(_triple, DATA[:63]), {}),
-        ("another call.*results was {'dense': 'int64'", Counted(lambda row: (row, row)), trusted),
-        ("another call.*seed was", Counted(lambda row, seed: row, seed=1), trusted),
+def _add(a: Any, b: Any) -> Any:
+    return tf.nest.map_structure(tf.add, a, b)
+
+
+def _add_twice(a: Any, b: Any) -> Any:
+    return tf.nest.map_structure(lambda x, y: x + 2 * y, a, b)
+
+
+def _pair(row: Any) -> Any:
+    return {"row": row, "root": tf.sqrt(tf.cast(row, tf.float32))}
+
+
+def _write_batches(directory: Path, *shapes: list[int]) -> None:
+    """Write a dataset of batches of these shapes beside another directory."""
+    spec = tf.TensorSpec([None, None], tf.float64)
+    data = tf.data.Dataset.from_generator(lambda: map(np.zeros, shapes), output_signature=spec)
+    devicemap.DeviceMap(_triple, devices=["CPU:1"], batched=True).write(data, directory.with_name("batches"))
+
+
+ZEROS, ONES = ({"row": np.int64(n), "root": np.float32(n)} for n in (0, 1))
+ADDED = Reducer(ZEROS, _add, _add)
+CHANGED = np.where(DATA == 40, 7, DATA)
+
+
+def _other_calls(rows: Path, sums: Path) -> list[tuple[str, Callable[[], object]]]:
+    """Calls that are refused: what the error says, and the call."""
+    trusted = {"trust_function": True}
+    return [
+        ("other data: rows 40 to 43 were not the same", lambda: Counted(_triple, CHANGED).write(rows)),
+        ("of 64 rows or more, and the data has 63 now", lambda: Counted(_triple, DATA[:63]).write(rows)),
+        (r"\[None\]} there, and is {'dense': 'float32'", lambda: Counted(_triple, DATA.astype(np.float32)).write(rows)),
+        ("inputs was {'dense': 'int64'.* there, and is {'tuple'", lambda: Counted(_triple, (DATA,)).write(rows)),
+        ("batch_size was 4 there, and is 8 now", lambda: Counted(_triple, batch_size=8).write(rows)),
+        ("batched was False there", lambda: Counted(_triple, batched=True).write(rows)),
+        ("results was {'dense': 'int64'", lambda: Counted(lambda row: (row, row)).write(rows, **trusted)),
+        ("seed was", lambda: Counted(lambda row, seed: row, seed=1).write(rows, **trusted)),
+        ("chunk_rows was 5 there, and is 4", lambda: _write_batches(rows, [4, 2], [4, 2], [2, 2])),
+        ("rows 5 to 9 were not the same", lambda: _write_batches(rows, [5, 2], [2, 2], [5, 3])),
+        ("reducer", lambda: Counted(_triple).reduce("sum", rows)),
+        ("reducer", lambda: Counted(_pair).write(sums)),
+        ("reducer", lambda: Counted(_pair).reduce("sum", sums)),
+        ("other data", lambda: Counted(_pair, DATA + 1).reduce(ADDED, sums)),
+        ("function", lambda: Counted(lambda row: _pair(row + 0)).reduce(ADDED, sums)),
+        ("function", lambda: Counted(_pair).reduce(Reducer(ZEROS, _add_twice, _add), sums)),
+        ("function", lambda: Counted(_pair).reduce(Reducer(ZEROS, _add, _add_twice), sums)),
+        ("function", lambda: Counted(_pair).reduce(Reducer(ONES, _add, _add), sums)),
+        ("batch_size", lambda: Counted(_pair, batch_size=8).reduce(ADDED, sums)),
+        ("partial", lambda: devicemap.open_results(sums)),
     ]
-    for message, counted, options in others:
-        with untouched(tmp_path), pytest.raises(JournalError, match=message + ".*delete this one to start again"):
-            counted.write(tmp_path, **options)
-    assert Counted(_triple).write(tmp_path) == []
+
+
+def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    rows, sums = tmp_path / "rows", tmp_path / "sums"
+    Counted(_triple).write(rows)
+    _write_batches(rows, [5, 2], [5, 2])
+    Counted(_pair).reduce(ADDED, sums)
+    for message, call in _other_calls(rows, sums):
+        with untouched(tmp_path), pytest.raises(JournalError, match=message):
+            call()
+    assert Counted(_triple).write(rows) == []
+    reduction = Counted(_pair)
+    finished = reduction.reduce(Reducer(ZEROS, _add, _add, lambda sums: -sums["row"]), sums)
+    assert (int(finished), reduction.computed) == (-sum(range(64)), [])
+
+
+def test_reductions_of_no_rows(tmp_path: Path) -> None:
+    for _ in range(2):
+        result = Counted(_pair, DATA[:0]).reduce({"row": "sum", "root": "mean"}, tmp_path)
+        assert (int(result["row"]), np.isnan(result["root"])) == (0, True)
 
 
 def test_directories_of_something_else(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / name).write_text("mine")
-    message = "holds a, b, c, and no results of devicemap. Write to a new or empty directory"
-    paths = {tmp_path: message, tmp_path / "a": "FileExistsError.*must be", tmp_path / "a" / "b": "NotADirectoryError"}
-    paths[Path("gs://bucket/out")] = "gs:/bucket/out is a URL; write the results to a local directory"
-    for directory, expected in paths.items():
-        with untouched(tmp_path), pytest.raises(JournalError, match=expected):
-            Counted(_triple).write(directory)
-    # A call that fails on its first chunk does not block a later call.
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / DATABASE).write_text("something else")
     write_chunks(tmp_path / "new", tf.TensorSpec([None], tf.string), [], 1)
+    written_to = "Is this a directory that devicemap has written to"
+    for call, directory, message in (
+        (
+            Counted(_triple).write,
+            tmp_path,
+            "holds a, b, c, and no results of devicemap. Write to a new or empty directory",
+        ),
+        (Counted(_triple).write, tmp_path / "a", "FileExistsError.*must be"),
+        (Counted(_triple).write, tmp_path / "a" / "b", "NotADirectoryError"),
+        (Counted(_triple).write, Path("gs://bucket/out"), "is a URL; write the results to a local directory"),
+        (devicemap.open_results, tmp_path, f"unable to open.* {written_to}"),
+        (devicemap.open_results, tmp_path / "none", f"FileNotFoundError.* {written_to}"),
+        (devicemap.open_results, tmp_path / "new", "holds no results yet"),
+        (devicemap.open_results, tmp_path / "text", "file is not a database"),
+    ):
+        with untouched(tmp_path), pytest.raises(JournalError, match=message):
+            call(directory)
+    # A call that fails on its first chunk does not block a later call.
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
 
 
