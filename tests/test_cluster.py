@@ -11,14 +11,13 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import processes
 import pytest
 
 from devicemap import connect
 from devicemap.cli import main
-from devicemap.errors import DeviceError, OptionError
+from devicemap.errors import DeviceError
 
 FILES = Path(__file__).with_name("clusters")
 
@@ -31,21 +30,6 @@ def test_on_hosts() -> None:
         [*command, str(FILES / "hosts.py")], capture_output=True, text=True, check=False, timeout=processes.SECONDS
     )
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        {"worker": "a:1"},
-        {"worker": ["a:1", "a:1"]},
-        {"localhost": ["a:1"]},
-        ["a:1"],
-    ],
-)
-def test_invalid_clusters(cluster: Any) -> None:
-    message = f"cluster is {cluster!r}; expected distinct addresses by job, as "
-    with pytest.raises(OptionError, match=re.escape(message)):
-        connect(cluster)
 
 
 def test_addresses_where_no_host_answers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,6 @@ def test_list_devices() -> None:
     for device in listed:
         with tf.device(device.name):
             assert tf.identity(X).device == device.name
-    with pytest.raises(DeviceError, match=r'^kind is 3; expected a device type such as "GPU", or None for all$'):
-        devicemap.list_devices(3)  # type: ignore[arg-type]
 
 
 LOGICAL = tf.config.list_logical_devices("CPU")
@@ -65,10 +62,6 @@ def test_results_are_gathered_on_the_output_device() -> None:
             y = mapper(X)
             np.testing.assert_array_equal(y, -X)
             assert y.backing_device == CPUS[6]  # y.device is where the op ran that called the graph
-    missing = f"GPU:{len(tf.config.list_logical_devices('GPU'))}"
-    message = f"^output_device has '{missing}', which is not a device here; .*CPU:7(. No GPU: .*|, GPU.*)$"
-    with pytest.raises(DeviceError, match=message):
-        devicemap.DeviceMap(tf.identity, output_device=missing)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,16 +96,6 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (4 * 2**30, "part 2 of 2 of H200"),
         (None, "H200"),
     ]
-
-
-def test_devices_that_cannot_be_simulated() -> None:
-    for n in (0, -1, 2.5, True, "2", None):
-        message = f"^n is {re.escape(repr(n))}; expected the number of devices to simulate, an int of at least 1$"
-        with pytest.raises(DeviceError, match=message):
-            devicemap.simulate_devices(n)  # type: ignore[arg-type]
-    message = r"^simulate_devices\(3\) came too late: TensorFlow has already initialised 8 CPU device\(s\)\. "
-    with pytest.raises(DeviceError, match=message):
-        devicemap.simulate_devices(3)
 
 
 def test_importing_changes_nothing_and_simulating_in_a_fresh_process() -> None:

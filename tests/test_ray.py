@@ -10,7 +10,7 @@ import processes
 import pytest
 import tensorflow as tf
 
-from devicemap.errors import DataError, FunctionError
+from devicemap.errors import DataError
 from devicemap.ray.actors import columns_of, rows_of
 
 FILES = Path(__file__).with_name("clusters")
@@ -94,17 +94,3 @@ def test_columns_that_cannot_come(values: dict[str, Any], words: str) -> None:
     column = pa.array(values["values"], pa.timestamp("us") if "type" in values else None)
     with pytest.raises(DataError, match=f"column 'x' .*{words}"):
         rows_of(pa.table({"x": column}))
-
-
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ((tf.zeros([2]), tf.zeros([2])), "expected a dict of columns"),
-        ({"a": {"b": tf.zeros([2])}}, "expected a dict of columns"),
-        ({"a": tf.zeros([2], tf.complex64)}, "'a' of complex64, which Arrow cannot hold"),
-        (tf.RaggedTensor.from_row_lengths(tf.zeros([1], tf.bfloat16), [1, 0]), "'result' of bfloat16"),
-    ],
-)
-def test_results_that_are_no_columns(result: Any, words: str) -> None:
-    with pytest.raises(FunctionError, match=words):
-        columns_of(result)

@@ -22,7 +22,6 @@ import threads
 from oracle import assert_close
 
 import devicemap
-from devicemap.errors import DataError, DeviceError, DeviceMapError, OptionError
 from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted, RowFailed
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
@@ -115,30 +114,6 @@ def test_retries_and_events() -> None:
     calls.clear()
     with pytest.raises(OSError, match="busy"):
         devicemap.parallel_tasks(task, [1], max_retries=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((None, [1]), {}, OptionError, "fn is of type NoneType, not callable"),
-        ((len, 3), {}, DataError, "items is 3; expected a list"),
-        ((len, tf.constant(3)), {}, DataError, "items is <tf.Tensor: .*; expected a list"),
-        ((len, [1]), {"on_error": "ignore"}, OptionError, "on_error='ignore'; expected 'raise' or 'skip'"),
-        ((len, [1]), {"progress": 3}, OptionError, "progress=3; expected True"),
-        ((len, [1]), {"devices": "CPU:99"}, DeviceError, "CPU:99"),
-    ],
-)
-def test_invalid_arguments(arguments: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        devicemap.parallel_tasks(*arguments, **options)
-
-
-@pytest.mark.private("tapes that record")
-def test_functions_and_tapes_around_tasks_are_refused() -> None:
-    with pytest.raises(DeviceMapError, match=r"parallel_tasks was called inside a tf\.function"):
-        tf.function(lambda: devicemap.parallel_tasks(len, [[1]]), autograph=False)()
-    with tf.GradientTape(), pytest.raises(DeviceMapError, match=r"open the tape in fn"):
-        devicemap.parallel_tasks(len, [[1]])
 
 
 def test_context_variables_hold_in_tasks() -> None:

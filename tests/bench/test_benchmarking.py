@@ -1,4 +1,4 @@
-"""devicemap.benchmark: what it measures, when it stops, and which arguments it refuses."""
+"""devicemap.benchmark: what it measures and when it stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import devicemap
 from devicemap import benchmark
-from devicemap.errors import DataError, DeviceError, FunctionError, OptionError, UnknownOptionError
+from devicemap.errors import DataError, FunctionError, OptionError
 
 ROWS = tf.constant(np.random.default_rng(0).normal(size=[23, 3]), tf.float32)
 THREE = ["CPU:3", "CPU:0", "CPU:5"]
@@ -108,8 +108,6 @@ def test_datasets_are_read_into_memory_and_bounded() -> None:
     batches = tf.data.Dataset.from_tensor_slices(ROWS).batch(5)
     for data in (batches, ROWS):
         assert benchmark(lambda b: b, data, batched=True, max_rows=7, **SHORT).measurements[-1].rows == 7
-    with pytest.raises(DataError, match="the dataset is empty"):
-        benchmark(_row, batches.take(0).unbatch())
 
 
 def test_training_steps_leave_a_model_as_it_was() -> None:
@@ -143,19 +141,3 @@ def test_training_steps_leave_a_model_as_it_was() -> None:
     ):
         with pytest.raises(DataError, match=message):
             benchmark(model, bad)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"batch_sizes": [8, 0]}, OptionError, "batch_sizes=0; expected an int of at least 1"),
-        ({"batch_size": 8}, OptionError, "batch_size=8: a benchmark varies it; use batch_sizes="),
-        ({"rounds": 0}, OptionError, "rounds=0; expected an int of at least 1"),
-        ({"seconds": 0}, OptionError, "seconds=0; expected a time budget above 0"),
-        ({"vectorise": True}, UnknownOptionError, "did you mean 'vectorize'"),
-        ({"devices": ["GPU:99"]}, DeviceError, "'GPU:99', which is not a device here"),
-    ],
-)
-def test_bad_options_fail_before_anything_runs(options: dict[str, Any], error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        benchmark(lambda row: 1 / 0, ROWS, **options)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch, rows_within
 from devicemap.bench.runner import median_seconds
-from devicemap.errors import OptionError
 from devicemap.types import Device
 
 
@@ -99,16 +97,3 @@ def test_the_rows_for_which_there_is_time(seconds: list[float], rows: float) -> 
     batches = [Measurement("batch", 20 * (i + 1), seconds=each) for i, each in enumerate(seconds)]
     result = _result(None, *batches, FULL, Measurement("eager", 99, seconds=99.0))
     assert rows_within(result, 0.5) == pytest.approx(rows)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the memory of GPU:0 is unknown; give memory_bytes"),
-        ([1000, 1], "margin=1; expected a share"),
-        (["8 GB"], "memory_bytes='8 GB'; expected the memory"),
-    ],
-)
-def test_bad_arguments_of_largest_batch(arguments: list[Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        _result(None, _batch(2, 100, 20), _batch(12, 200, 220)).largest_batch(*arguments)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from graphs import between_devices, partitions
 
 import devicemap
-from devicemap.errors import DataError, FunctionError
+from devicemap.errors import FunctionError
 from devicemap.inspect.plan import Handling
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
@@ -115,20 +115,6 @@ def test_rows_of_devices(rows: int | None, by_device: list[int | None]) -> None:
     assert f"{'an unknown number of' if rows is None else rows} rows on 3 devices" in str(plan)
     (captured,) = _mapper("loop", ["CPU:0"]).explain(X).captured
     assert captured.handling is Handling.IN_PLACE
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((tf.TensorSpec([3]), X), r"data\[0\] has 3, data\[1\] has 7"),
-        (tf.TensorSpec(None), "needs rows as its first axis"),
-        (tf.TensorArraySpec(), "data is a TensorArraySpec that does not convert"),
-        (tf.TensorShape(None), "data is a TensorShape"),
-    ],
-)
-def test_specs_that_cannot_be(given: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        devicemap.DeviceMap(tf.sin, devices=["CPU:0"]).explain(given)
 
 
 # What fn captures

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-from devicemap import DeviceMap, benchmark
-from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError
+from devicemap import DeviceMap
+from devicemap.errors import FunctionError
 
 verify = importlib.import_module("devicemap.inspect.verify")
 
@@ -128,31 +127,6 @@ def test_prints_and_saves() -> None:
     assert (saved["ok"], saved["findings"][0]["mode"]) == (False, "one by one")
     with pytest.raises(TypeError, match=r"verification\.ok"):
         bool(verification)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"rows": rows}, r"rows=.*an int of at least 1") for rows in (0, -1, 1.5, True, "all")),
-        *(({"tolerance": value}, "tolerance=") for value in (-1, float("inf"), "x")),
-        *(
-            ({"seconds": value}, r"seconds=.*expected None or a number of at least 0")
-            for value in (-1, float("inf"), "x")
-        ),
-        ({"data": X[:0]}, "no rows"),
-    ],
-)
-def test_bad_arguments_fail_before_anything_runs(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((OptionError, DataError), match=message):
-        DeviceMap(lambda row: 1 / 0).verify(**{"data": X, **options})
-
-
-@pytest.mark.parametrize("call", ["verify", "explain", "benchmark"])
-def test_not_inside_a_function(call: str) -> None:
-    mapper = DeviceMap(tf.sin, devices=["CPU:0"])
-    run = partial(benchmark, tf.sin) if call == "benchmark" else getattr(mapper, call)
-    with pytest.raises(DeviceMapError, match=r"inside a tf\.function"):
-        tf.function(lambda x: run(x) and x, autograph=False)(X)
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -18,7 +18,7 @@ from devicemap import DeviceMap, Reducer, parallel_reduce
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
-from devicemap.errors import FunctionError, OptionError
+from devicemap.errors import FunctionError
 
 TWO = ["CPU:1", "CPU:0"]
 OPS = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "min": tf.reduce_min, "max": tf.reduce_max}
@@ -221,48 +221,6 @@ def test_traced_once_for_all_calls() -> None:
     for rows in (3, 30, 7):
         parallel_reduce(fn, tf.ones([rows]), "sum", devices=TWO)
     assert fn.count == 1
-
-
-class Unhashable(Counter):
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    "reducer",
-    [
-        "median",
-        None,
-        {},
-        ("sum", "most"),
-        Reducer(0, None, None),
-        Reducer(0, Unhashable(), max),
-        Reducer(None, max, max),
-    ],
-    ids=lambda reducer: str(reducer)[:10],
-)
-def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
-    with pytest.raises(OptionError, match=r"sum|step|initial"):
-        parallel_reduce(lambda x: x, tf.range(3), reducer, devices=TWO)
-
-
-@pytest.mark.parametrize(
-    ("fn", "reducer", "word"),
-    [
-        (lambda x: (x, x), {"a": "sum", "b": "sum"}, "nests"),
-        (tf.as_string, "sum", "string"),
-        (lambda x: x > 0, "mean", "bool"),
-        (lambda x: tf.complex(x, x), "max", "complex"),
-        (lambda x: tf.RaggedTensor.from_row_lengths(x[None], [1]), "sum", "dense"),
-        (lambda x: tf.range(x), "sum", "dense"),
-        (lambda x: x, Reducer(0, lambda a, b: a + b, lambda a, b: a + b), "int32"),
-        (lambda x: x, Reducer(0.0, lambda a, b: a + b, lambda a, b: undefined), "undefined"),  # noqa: F821
-    ],
-    ids=["nest", "strings", "booleans", "complex", "ragged", "shapes", "dtype of the state", "an error in merge"],
-)
-@pytest.mark.parametrize("options", [{}, {"batch_size": 1}], ids=str)
-def test_results_that_cannot_be_reduced(fn: Any, reducer: Any, word: str, options: dict[str, Any]) -> None:
-    with pytest.raises(FunctionError, match=word):
-        parallel_reduce(fn, tf.constant([1.0, 2.0]), reducer, devices=TWO, **options)
 
 
 def test_a_merge_that_fails_ends_the_call(no_thread_stays: None) -> None:

@@ -17,8 +17,6 @@ from stored import damage, query, write_chunks, write_nest
 
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.store.database import DATABASE
-from devicemap.store.encoding import describe_nest
 from devicemap.store.results import Results, open_results
 
 NUMBERS = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint64", "bool"]
@@ -211,27 +209,6 @@ def test_large_arrays_are_split(tmp_path: Path) -> None:
     loaded = open_results(tmp_path).load()
     _check_same(loaded["odd"], values)
     _check_same(loaded["even"], values[:, 1:])
-
-
-def test_results_that_cannot_be_written() -> None:
-    for spec in [tf.TensorSpec([None], tf.variant), tf.TensorSpec([None], tf.resource), tf.OptionalSpec(None), None]:
-        with pytest.raises(JournalError, match="cannot be written to disk; expected tuples, named tuples and dicts"):
-            describe_nest({"x": spec})
-    with pytest.raises(JournalError, match=r"a dict has the key 1.5; only keys that are str or int"):
-        describe_nest({1.5: tf.TensorSpec([None], tf.int32)})
-
-
-def test_a_directory_without_results(tmp_path: Path) -> None:
-    def fails(directory: Path, message: str) -> None:
-        with pytest.raises(JournalError, match=message):
-            open_results(directory)
-
-    for directory, message in ((tmp_path, "unable to open"), (tmp_path / "none", "FileNotFoundError")):
-        fails(directory, rf"{message}.* Is this a directory that devicemap has written to")
-    write_chunks(tmp_path, tf.TensorSpec([None], tf.int32), [], 1)
-    fails(tmp_path, "holds no results yet")
-    (tmp_path / DATABASE).write_text("something else\n")
-    fails(tmp_path, "file is not a database")
 
 
 def test_results_can_be_read_while_more_are_written(tmp_path: Path) -> None:

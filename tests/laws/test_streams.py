@@ -13,7 +13,7 @@ import tensorflow as tf
 import threads
 
 import devicemap
-from devicemap.errors import DataError, FunctionError, OptionError
+from devicemap.errors import FunctionError
 from devicemap.types import CallFinished, ChunkFinished, Event
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
@@ -176,14 +176,3 @@ def test_as_a_dataset_with_first_rows() -> None:
     assert sorted(found) == [0, 6, 12, 18]
     for start, chunk in found.items():
         np.testing.assert_array_equal(chunk, X[start : start + 6] * 2)
-
-
-@pytest.mark.private("whether a tape is recording")
-def test_where_there_are_no_streams() -> None:
-    mapper = devicemap.DeviceMap(lambda x: x * 2, batch_size=6)
-    with pytest.raises(DataError, match=r"streamed chunk by chunk inside a tf\.function"):
-        tf.function(lambda: list(mapper.stream(X)), autograph=False)()
-    with tf.GradientTape(), pytest.raises(OptionError, match="gradients do not go through chunks"):
-        mapper.stream(X)  # at once, not at the first chunk
-    with pytest.raises(DataError, match="scalar"):
-        mapper.stream(tf.constant(1.0))
