@@ -1,24 +1,20 @@
-"""Events of calls that could have been: chunks go to the first idle lane of a device, some fail, on a simulated clock."""
+"""Events of calls on a simulated clock, of which some chunks fail."""
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import tensorflow as tf
+from indices import IndexSource
+from simulation import SimulatedCall, SimulatedDevice
+
+from devicemap.data.sources import Chunk
 from devicemap.inspect.recorder import Recorder
-from devicemap.types import (
-    CallFinished,
-    CallStarted,
-    ChunkFailed,
-    ChunkFinished,
-    ChunkRetried,
-    ChunkStarted,
-    DeviceLost,
-    Event,
-    Report,
-    Shard,
-)
+from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event, Report, Shard
 
 HOST = "/job:localhost/replica:0/task:0/device:"
 
@@ -47,46 +43,45 @@ def history(
         chunks: rows and seconds of each.
         in_flight: how many chunks may run on one device.
         failing: chunks, by index, that fail once and run again.
-        too_large: chunks that run out of memory once, and run again in two parts if they have two rows.
-        lost: a device that gets no chunk, and is lost at once.
+        too_large: chunks of several rows, by index, that run out of memory once. Their device then computes half as many rows.
+        lost: a device on which all chunks fail at once.
         slowness: factors on the time that chunks take, by device.
         after_seconds: how long the call goes on after the last chunk.
     """
+    starts = [0, *accumulate(rows for rows, _ in chunks)]
+    faults: dict[int, type[Exception]] = {
+        **dict.fromkeys(failing, tf.errors.AbortedError),
+        **dict.fromkeys(too_large, tf.errors.ResourceExhaustedError),
+    }
+
+    def seconds(factor: float, chunk: Chunk) -> float:
+        rows, seconds = chunks[bisect(starts, chunk.start) - 1]
+        return factor * seconds * chunk.count / rows
+
+    def fault(name: str, chunk: Chunk) -> BaseException | None:
+        if lost is not None and name == device(lost):
+            return tf.errors.UnavailableError(None, None, "broken")
+        kind = faults.pop(bisect(starts, chunk.start) - 1, None)
+        if kind is None or (chunk.count == 1 and kind is tf.errors.ResourceExhaustedError):
+            return None
+        return kind(None, None, "no luck")
+
+    def read() -> None:
+        call.time += input_seconds
+
     names = [device(index) for index in range(devices)]
-    factor = dict(zip(names, [*slowness, *[1.0] * devices]))
-    idle = [
-        (0.0, lane, name) for lane in range(in_flight) for name in names if name != device(lost or 0) or lost is None
-    ]
-    heapq.heapify(idle)
-    events: list[Event] = [DeviceLost(0.0, device(lost), RuntimeError("broken"))] if lost is not None else []
-    # what waits: index, first row, rows, seconds, attempt, when it may start
-    waiting: list[tuple[int, int, int, float, int, float]] = []
-    first_row = 0
-    for index, (rows, seconds) in enumerate(chunks):
-        waiting.append((index, first_row, rows, seconds, 1, (index + 1) * input_seconds))
-        first_row += rows
-    end = 0.0
-    while waiting:
-        index, start_row, rows, seconds, attempt, ready = waiting.pop(0)
-        free, lane, name = heapq.heappop(idle)
-        start, stop = max(free, ready), max(free, ready) + seconds * factor[name]
-        shard = Shard(name, start_row, start_row + rows)
-        end = max(end, stop)
-        heapq.heappush(idle, (stop, lane, name))
-        events.append(ChunkStarted(start, shard, waited_seconds=start - free))
-        if attempt == 1 and index >= 0 and index in {*failing, *too_large}:
-            events.append(ChunkFailed(stop, shard, start, RuntimeError("no luck")))
-            half = rows // 2 if index in too_large else 0
-            for part, first in ((half, start_row), (rows - half, start_row + half)):
-                if part:
-                    tried = 1 if half else 2
-                    events.append(ChunkRetried(stop, Shard(name, first, first + part), tried, out_of_memory=bool(half)))
-                    waiting.append((-1, first, part, seconds * part / rows, tried, stop))
-        else:
-            events.append(ChunkFinished(stop, shard, start))
-    events.sort(key=lambda event: event.seconds)
-    total = first_row if known else None
-    return [CallStarted(0.0, total, tuple(names)), *events, CallFinished(end + after_seconds, None)]
+    factors = [0.0 if index == lost else factor for index, factor in enumerate([*slowness, *[1.0] * devices])]
+    simulated = {
+        name: SimulatedDevice(partial(seconds, factor), in_flight, partial(fault, name))
+        for name, factor in zip(names, factors)
+    }
+    source = IndexSource(starts[-1], starts[-1], known=False, before=dict.fromkeys(starts[:-1], read))
+    events: list[Event] = []
+    call = SimulatedCall(simulated, source, max_retries=9, observe=events.append)
+    call.scheduler.run()
+    ended = CallFinished(call.time + after_seconds, None)
+    begun = CallStarted(0.0, starts[-1] if known else None, (*names,))
+    return [begun, *sorted(events, key=lambda event: event.seconds), ended]
 
 
 def one_graph(rows: Sequence[int], seconds: float) -> list[Event]:

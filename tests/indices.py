@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -31,15 +32,18 @@ class IndexSource:
     """The number of chunks."""
     specs = key = None
 
+    def __post_init__(self) -> None:
+        self._starts = sorted(self.before)
+
     def take(self, rows: int) -> Chunk | None:
         start = self.next
         self.before.get(start, lambda: None)()
         if start == self.rows:
             return None
         ends = [start + (self.chunk_rows or rows), *([] if self.rows is None else [self.rows])]
-        self.next = min([*ends, *(row for row in self.before if row > start)])
+        self.next = min([*ends, *self._starts[bisect(self._starts, start) :][:1]])
         self.taken += 1
-        return IndexChunk(start, self.next - start, (list(range(start, self.next)),))
+        return IndexChunk(start, self.next - start, (range(start, self.next),))
 
     def rows_left(self) -> int | None:
         return None if self.rows is None or not self.known else self.rows - self.next

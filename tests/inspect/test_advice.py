@@ -77,7 +77,7 @@ REPORTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "no rows": (history([]), {}, []),
     "row by row": (history([(10, 1.1)] * 2), {"row_by_row": LOOP}, [f"because {LOOP}"]),
     "row by row, but short": (history([(10, 0.9)] * 2), {"row_by_row": LOOP}, []),
-    "slow input": (history([(10, 0.5)] * 10, devices=1, input_seconds=1.0), {}, ["waited 52% of the time for input"]),
+    "slow input": (history([(10, 0.5)] * 10, devices=1, input_seconds=1.0), {}, ["waited 67% of the time for input"]),
     "long last chunk": (
         history([(10, 1.0), (10, 1.0), (10, 0.8)]),
         {},
@@ -87,7 +87,7 @@ REPORTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "few chunks": (history([(10, 1.1)] * 2, devices=4), {}, ["1.1 s before the end: use a smaller batch_size"]),
     "no devices": ([CallStarted(0.0, 0, ()), CallFinished(1.1, None)], {}, []),
     "slow devices": (history([(10, 1.0)] * 6, devices=4, slowness=[4, 1, 4, 1]), {}, ["2 s before the end"]),
-    "lost device": (history([(2, 1.0)] * 4, devices=3, lost=2), {}, []),
+    "lost device": (history([(2, 1.0)] * 8, devices=3, lost=2), {}, []),
     "out of memory": (history([(2, 1.0)] * 4, devices=1, too_large={0}), {}, ["GPU:0 ran out of memory"]),
     "in turn": (one_graph([5, 5], 1.0), {"engine": "one graph", "in_turn": True}, ["depends on the order of rows"]),
 }
