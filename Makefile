@@ -44,7 +44,7 @@ test-full: $(VENV)/native.done
 
 # The guarantees on four emulated GPUs (benchmarks/softgpu), with all parameters crossed.
 test-gpus: $(VENV)/native.done
-	$(BIN)/python $(PYTEST) -m "" --all --gpus 4 --junitxml=build/test-gpus.xml tests/laws
+	$(BIN)/python $(PYTEST) -m "" --all --gpus 4 --junitxml=build/test-gpus.xml tests/laws tests/store/test_states.py tests/cli/test_check.py
 
 # The guarantees on the public names of TensorFlow alone. Tests that need others are skipped.
 test-plain: $(VENV)/native.done

@@ -186,16 +186,12 @@ def test_locating_an_error_takes_at_most_two_seconds() -> None:
 
 
 @pytest.mark.parametrize("error", [StopIteration("over"), CustomError(7, detail="hot")], ids=repr)
-def test_an_error_while_tracing(error: Exception) -> None:
+def test_an_error_while_tracing_keeps_its_class_and_attributes(error: Exception) -> None:
     def fn(row: Any) -> Any:
         raise error
 
-    message = rf"^fn could not be traced for one row \(batched=False\) .*: {type(error).__name__}: "
-    with pytest.raises(FunctionError, match=message) as caught:
+    with pytest.raises(FunctionError, match=rf"^fn could not be traced .*: {type(error).__name__}: ") as caught:
         devicemap.parallel_map(tf.autograph.experimental.do_not_convert(fn), X, **SEVERAL)
     assert isinstance(caught.value, type(error))
-    assert vars(caught.value).items() >= vars(error).items()  # its attributes
-    assert caught.value.__cause__ is error
-    assert caught.value.shards == ()
-    assert str(error) in str(caught.value)
-    assert caught.value.args == (str(caught.value),)
+    assert vars(caught.value).items() >= vars(error).items()
+    assert (caught.value.__cause__, caught.value.args) == (error, (str(caught.value),))

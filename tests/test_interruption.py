@@ -7,6 +7,7 @@ import pytest
 
 WAYS = """
 import os, signal, sys, tempfile, threading, time
+import keras
 import tensorflow as tf
 import devicemap
 
@@ -37,7 +38,7 @@ def endless(row, python=send):
         row = row + 1e-9
     return row
 
-failed = []
+failed, traces = [], []
 
 def fail_once():
     "Fails the first time, and interrupts the call when that is to be located."
@@ -56,6 +57,22 @@ def quick_before(call, data=DATA):
 def mapper(fn=endless, **options):
     return devicemap.DeviceMap(fn, **options)
 
+class Interrupting(keras.layers.Layer):
+    "Interrupts the call in each trace by another thread."
+
+    def call(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            traces.append(send())
+            time.sleep(0.5)
+        return x
+
+def train():
+    traces.clear()
+    layers = Interrupting(), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input([2]), *layers])
+    model.compile("sgd", "mse", jit_compile=False)
+    devicemap.parallelize(model, "CPU").fit(DATA, DATA[:, :1], verbose=0)
+
 WAYS = {
     "one graph": lambda: mapper()(DATA),
     "quick calls before": lambda: quick_before(mapper()),
@@ -67,6 +84,7 @@ WAYS = {
     "to disk": lambda: mapper(batch_size=1).write(DATA, tempfile.mkdtemp()),
     "verify": lambda: mapper().verify(DATA),
     "a pipeline": lambda: devicemap.Pipeline([tf.identity, lambda rows: tf.map_fn(endless, rows)], "CPU")(DATA),
+    "training with batch normalization": train,
 }
 
 SIGNALS = (signal.SIGALRM, "OutOfTime"), (signal.SIGINT, "KeyboardInterrupt")
@@ -86,6 +104,7 @@ for i, (name, call) in enumerate(WAYS.items()):
         while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")]:
             assert time.monotonic() < deadline, (name, left)
             time.sleep(0.01)
+        assert len(traces) < 2, name  # the first trace ends at the batch normalization, and no other starts
         assert signal.getsignal(signal.SIGALRM) is out_of_time, name
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, name
 print("right")

@@ -12,7 +12,6 @@ import tensorflow as tf
 from simulators.softgpus.pair import GPUS, gpus, on_gpus, x
 
 import devicemap
-from devicemap.cli import main
 from devicemap.errors import FunctionError
 from devicemap.types import ChunkFailed, ChunkFinished, Event
 
@@ -163,9 +162,3 @@ def test_copies_overlap_with_kernels() -> None:
     shares = [max(overlap(prefetch) for _ in range(2)) for prefetch in (1, 2, None)]
     assert shares[0] < 0.1 < shares[1] + 0.1 < shares[2], shares
     assert shares[2] > 0.6, shares
-
-
-@pytest.mark.parametrize("devices", ["GPU", "GPU:1,CPU:0,GPU:0"])
-def test_check(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--devices", devices, "--seconds", "0.001"]) == 0
-    assert "All guarantees hold on these devices." in capsys.readouterr().out
