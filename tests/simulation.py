@@ -35,6 +35,9 @@ class SimulatedDevice:
 class SimulatedCall(Call):
     """A call on simulated devices, whose chunks finish when the scheduler looks for messages."""
 
+    expected: tuple[type[BaseException], ...] = ()
+    """Errors that may end the call. Others end the test."""
+
     def __init__(
         self,
         devices: dict[str, SimulatedDevice],
@@ -78,6 +81,11 @@ class SimulatedCall(Call):
             action()
             return True
         return False
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, self.expected):
+            raise error
+        super().fail(error)
 
     def put(self, message: Any) -> None:
         self._messages.append(message)

@@ -30,6 +30,8 @@ Transient, Broken, Full, Bad = (
 class Shuffled(SimulatedCall):
     """A call whose consumer and scheduler take their time, and leave the call after some chunks."""
 
+    expected = (Bad,)
+
     def __init__(self, draw: random.Random, devices: dict[str, SimulatedDevice], source: IndexSource, **options: Any):
         super().__init__(devices, source, **options, observe=self.note)
         self.to_consumer: Any = SimpleNamespace(put=self.consume_later)
@@ -133,15 +135,14 @@ def _simulate(seed: int) -> str:
         device.fault = partial(faults[name].of, call, name, bad)
     call.leaves_after = draw.randrange(1, 9) if draw.random() < 0.1 else None
     call.scheduler.run()
-    while not call.stopped and call.happen():
+    while call.happen():
         pass
     found = [row for result in call.delivered for part in result.parts for row in part]
     assert len({*found}) == len(found)
     assert "/device:CPU:0" not in call.lost
     if call.deterministic:
         assert found == [row for row in range(rows) if row not in bad][: len(found)]
-    if call.end is not None and call.end.error is not None and not isinstance(call.end.error, OSError):
-        assert isinstance(call.end.error, Bad)
+    if call.end is not None and isinstance(call.end.error, Bad):
         assert bad
         assert not skips
         return "failed"
@@ -157,7 +158,7 @@ def _simulate(seed: int) -> str:
 
 
 def test_each_row_once_in_any_order_of_events() -> None:
-    ends = Counter(map(_simulate, range(1300, 1900)))  # 1811: memory runs out on a device that was set aside
+    ends = Counter(map(_simulate, range(600)))
     assert min(ends[end] for end in ("finished", "failed", "left", "lost a device")) > 10
 
 
@@ -166,7 +167,7 @@ def test_failed_parts_of_chunks_run_before_the_rows_after_them() -> None:
     computed, again = list[int](), [Transient(None, None, "again")]
 
     def fault(chunk: Chunk) -> BaseException | None:
-        if chunk.count > 4:
+        if chunk.count > 2:
             return Full(None, None, "full")
         if chunk.start == 8 and again:
             return again.pop()
@@ -178,4 +179,4 @@ def test_failed_parts_of_chunks_run_before_the_rows_after_them() -> None:
     )
     call.scheduler.run()
     assert computed == [*range(24)]
-    assert call.sizes == [8, 4, 4, 4, 4, 4, 4, 4]
+    assert call.sizes == [8, 4] + [2] * 13

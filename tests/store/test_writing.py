@@ -242,7 +242,8 @@ def _other_calls(rows: Path, sums: Path) -> list[tuple[str, Callable[[], object]
 def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     rows, sums = tmp_path / "rows", tmp_path / "sums"
     Counted(_triple).write(rows)
-    _write_batches(rows, [5, 2], [5, 2])
+    for shapes in ([[3, 2]], [[5, 2]], [[5, 2], [5, 2]]):  # a dataset that was shorter than a batch may grow
+        _write_batches(rows, *shapes)
     Counted(_pair).reduce(ADDED, sums)
     for message, call in _other_calls(rows, sums):
         with untouched(tmp_path), pytest.raises(JournalError, match=message):
