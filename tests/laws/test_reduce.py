@@ -241,6 +241,7 @@ def test_every_result_has_a_row_for_each_row(way: str, devices: list[str]) -> No
     """The sum of the second result would count a row twice."""
     fn = lambda rows: (rows, tf.concat([rows, rows[:1]], 0))
     mapper = DeviceMap(fn, batched=True, devices=devices, batch_size=5 if way == "chunks" else None)
-    call = tf.function(mapper.reduce) if way == "tf.function" else mapper.reduce
-    with pytest.raises((FunctionError, tf.errors.InvalidArgumentError), match="returned another number of rows"):
-        call(tf.range(20.0), "sum")
+    for call in (mapper, partial(mapper.reduce, reducer="sum")):
+        call = tf.function(call) if way == "tf.function" else call
+        with pytest.raises((FunctionError, tf.errors.InvalidArgumentError), match="returned another number of rows"):
+            call(tf.range(20.0))

@@ -65,7 +65,7 @@ observer = Observer()
 def _mapper(devices: tuple[str, ...], skip: bool, **options: Any) -> DeviceMap:
     """A map of integers, which fails on negative ones."""
 
-    def fn(rows: Any) -> Any:
+    def fn(rows: Any, *_: Any) -> Any:
         if "batched" in options:  # an op that one device runs at a time
             rows = tf.ensure_shape(tf.numpy_function(lambda rows: rows, [rows], tf.int64), rows.shape)
         with tf.control_dependencies([tf.debugging.assert_non_negative(rows)]):
@@ -81,10 +81,10 @@ def _wanted(values: Sequence[int]) -> dict[int, int]:
 
 
 def _read(values: Sequence[int], kind: str, fails_at: int | None = None) -> Any:
-    """An array, or a dataset that may end with an error at a row."""
+    """An array and a ragged tensor, or a dataset that may end with an error at a row."""
     values = np.array(values, np.int64)
     if kind == "memory":
-        return values
+        return values, tf.RaggedTensor.from_row_lengths(values, np.ones_like(values))
 
     def rows() -> Iterator[int]:
         for row, value in enumerate(values):
