@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from steps import Descending
+from steps import Stepping, dense
 from trainings import WORDS, Case, Largest, X, Y, mlp, normalized, recurrent, sequential, using
 
 TWELVE = {"batch_size": 12}
@@ -38,37 +38,40 @@ class OnBatches(Program):
         }
 
 
-class Stepping(Descending):
-    """Has a step of its own, with a mean over the rows of the batch as its loss."""
+def squared(model: Any, x: Any, y: Any) -> Any:
+    """A mean over the rows of the batch."""
+    return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = layers.Dense(2)
-        self.build([None, 6])
 
-    def build(self, shape: Any) -> None:
-        self.out.build(shape)
+def remembered(model: Any, x: Any, y: Any) -> Any:
+    """Outputs are repelled by those for the first ten rows of the previous batch."""
+    outputs = model(x, training=True)
+    repelled = 0.1 * tf.reduce_mean(tf.matmul(outputs, model.bank.value, transpose_b=True))
+    model.bank.assign(outputs[:10])
+    return tf.reduce_mean((outputs - y) ** 2) + repelled
+
+
+class OwnStep(Stepping):
+    """Has a step of its own, and a call."""
+
+    def __init__(self, cost: Any = squared, **parts: Any) -> None:
+        super().__init__(cost, out=lambda: dense(2), **parts)
+        self(keras.Input([6]))  # builds it
 
     def call(self, x: Any) -> Any:
         return self.out(x)
 
-    def cost(self, x: Any, y: Any) -> Any:
-        return tf.reduce_mean((self(x, training=True) - y) ** 2)
 
-
-class Accumulating(Stepping):
+class Accumulating(OwnStep):
     """Applies the sum of the gradients of two steps."""
 
-    def build(self, shape: Any) -> None:
-        super().build(shape)
-        zeros: dict[str, Any] = {"initializer": "zeros", "trainable": False}
-        self.sums = [self.add_weight(shape=variable.shape, **zeros) for variable in self.out.trainable_variables]
-        self.steps = self.add_weight(shape=(), dtype="int32", **zeros)
+    def __init__(self) -> None:
+        super().__init__(sums=lambda: [constant(6, 2), constant(2)], steps=constant)
 
     def learn(self, gradients: Any) -> None:
         for total, gradient in zip(self.sums, gradients):
             total.assign_add(gradient)
-        self.steps.assign_add(1)
+        self.steps.assign_add(1.0)
         tf.cond(self.steps % 2 == 0, self.apply, lambda: None)
 
     def apply(self) -> None:
@@ -77,18 +80,8 @@ class Accumulating(Stepping):
             total.assign(tf.zeros_like(total))
 
 
-class Remembering(Stepping):
-    """Is repelled by its outputs for the first ten rows of the previous batch."""
-
-    def build(self, shape: Any) -> None:
-        super().build(shape)
-        self.bank = self.add_weight(shape=(10, 2), initializer="zeros", trainable=False)
-
-    def cost(self, x: Any, y: Any) -> Any:
-        outputs = self(x, training=True)
-        repelled = 0.1 * tf.reduce_mean(tf.matmul(outputs, self.bank.value, transpose_b=True))
-        self.bank.assign(outputs[:10])
-        return tf.reduce_mean((outputs - y) ** 2) + repelled
+def constant(*shape: int) -> keras.Variable:
+    return keras.Variable(np.zeros(shape, "f"), trainable=False)
 
 
 def in_batch_negatives(_: Any, outputs: Any) -> Any:
@@ -133,13 +126,13 @@ PROGRAMS = {
     "replica_without_rows": Program(
         lambda: sequential(layers.Reshape([3, 2, 1]), layers.Conv2D(2, 2), layers.Flatten()), data=rows(25)
     ),
-    "memory_bank": Program(Remembering),
+    "memory_bank": Program(lambda: OwnStep(remembered, bank=lambda: constant(10, 2))),
     "last_row": Program(data=rows(25)),
     "last_row_normalized": Program(normalized, data=rows(25)),
     "batch_norm": Program(normalized),
     "synchronized_batch_norm": Program(lambda: normalized(synchronized=True), data=rows(27)),
     "clipnorm": Program(compile=using("SGD", 0.1, clipnorm=0.05)),
-    "own_step": Program(Stepping),
+    "own_step": Program(OwnStep),
     "in_batch_negatives": Program(compile=lambda: {"loss": in_batch_negatives}),
     "largest_output": Program(compile=lambda: {"metrics": [Largest()]}),
     "train_on_batch": OnBatches(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,17 +27,27 @@ def descend(model: Any, tape: Any, loss: Any, variables: Any = None, optimizer: 
     (optimizer or model.optimizer).apply_gradients(zip(tape.gradient(loss, variables), variables))
 
 
-class Descending(keras.Model):
-    """A model whose step applies the gradients of its `cost`."""
+class Stepping(keras.Model):
+    """A model whose step applies the gradients of a cost: a function of the model, with its parts, and of a batch."""
+
+    def __init__(self, cost: Callable[..., Any], **parts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.cost = cost
+        for name, make in parts.items():
+            setattr(self, name, make())
 
     def train_step(self, data: Any) -> Any:
         with tf.GradientTape() as tape:
-            cost = self.cost(*data)
+            cost = self.cost(self, *data)
         self.learn(tape.gradient(cost, self.trainable_variables))
         return {"cost": cost}
 
     def learn(self, gradients: Any) -> None:
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+
+
+def stepping(cost: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], Stepping]:
+    return lambda: Stepping(cost, **parts)
 
 
 class TwoPasses(keras.Model):
@@ -133,20 +144,13 @@ class Opposed(keras.Model):
         return {"generator_loss": wanted, "critic_loss": loss}
 
 
-class Smooth(Descending):
-    """A net whose gradient is kept small. The second gradient goes through batch normalization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = dense(8, 2, norm=True)
-
-    def cost(self, x: Any, y: Any) -> Any:
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            outputs = self.net(x, training=True)
-            cubes = outputs**3
-        slopes = inner.gradient(cubes, x)
-        return tf.reduce_mean((outputs - y) ** 2) + 0.1 * tf.reduce_mean(slopes**2)
+def smooth(model: Any, x: Any, y: Any) -> Any:
+    """The gradient is kept small. The second gradient goes through batch normalization."""
+    with tf.GradientTape() as inner:
+        inner.watch(x)
+        outputs = model.net(x, training=True)
+        cubes = outputs**3
+    return tf.reduce_mean((outputs - y) ** 2) + 0.1 * tf.reduce_mean(inner.gradient(cubes, x) ** 2)
 
 
 class Sampling(layers.Layer):
@@ -156,18 +160,12 @@ class Sampling(layers.Layer):
         return mean + ops.exp(0.5 * log_variance) * ops.stop_gradient(ops.sin(17 * mean))
 
 
-class Autoencoder(Descending):
+def autoencoder(model: Any, x: Any, *_: Any) -> Any:
     """A variational autoencoder, in layers that the step calls one by one (Kingma and Welling, 2013)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.sampling, self.decoder = dense(8, 4), Sampling(), dense(8, 6, inputs=2)
-
-    def cost(self, x: Any, *_: Any) -> Any:
-        mean, log_variance = tf.split(self.encoder(x), 2, 1)
-        decoded = self.decoder(self.sampling(mean, log_variance))
-        divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), 1)
-        return tf.reduce_mean(tf.reduce_mean((decoded - x) ** 2, 1) + 0.1 * divergence)
+    mean, log_variance = tf.split(model.encoder(x), 2, 1)
+    decoded = model.decoder(model.sampling(mean, log_variance))
+    divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), 1)
+    return tf.reduce_mean(tf.reduce_mean((decoded - x) ** 2, 1) + 0.1 * divergence)
 
 
 class Distilled(keras.Model):
@@ -190,42 +188,35 @@ class Distilled(keras.Model):
         return of_both + tf.reduce_mean(self.judge(y_pred)) + tf.reduce_mean(self.student(self.points) ** 2)
 
 
-class Contrastive(Descending):
+def contrastive(model: Any, x: Any, *_: Any) -> Any:
     """SimCLR: two views of each row in one batch of twice as many rows, and a loss of all pairs (Chen et al., 2020)."""
+    model.steps.assign_add(1.0)
+    views = tf.concat([x + 0.1 * tf.sin(9 * x), x * (1 + 0.1 * tf.cos(7 * x))], 0)
+    projected = tf.math.l2_normalize(model.head(model.encoder(views, training=True)), 1)
+    scores = tf.matmul(projected, projected, transpose_b=True) - 9.0 * tf.eye(tf.shape(projected)[0])
+    others = tf.roll(tf.range(tf.shape(projected)[0]), tf.shape(x)[0], 0)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(others, 5.0 * scores)) + model.steps
+
+
+def partly(model: Any, x: Any, y: Any) -> Any:
+    """Calls layers with fewer rows than the batch, and without rows."""
+    known = x[: (tf.shape(x)[0] + 1) // 2]
+    hidden = model.norm(model.hidden(known), training=True)
+    loss = tf.reduce_mean((model.out(hidden) - y[: tf.shape(known)[0]]) ** 2) + tf.add_n(model.losses)
+    if tf.reduce_sum(x) > 0:  # by autograph
+        loss += model.scale(tf.reduce_mean(model.out(model.hidden(x[-1:]))))
+    return model.scale(x[:, 0], by=1 + loss)[0] * loss / x[0, 0]
+
+
+class Decorated(Stepping):
+    """The step is a `tf.function`, and layers are not built."""
+
+    train_step = tf.function(Stepping.train_step)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = dense(8, 5, norm=True), layers.Dense(4)
-        self.steps = tf.Variable(0.0, trainable=False)
-
-    def cost(self, x: Any, *_: Any) -> Any:
-        self.steps.assign_add(1.0)
-        views = tf.concat([x + 0.1 * tf.sin(9 * x), x * (1 + 0.1 * tf.cos(7 * x))], 0)
-        projected = tf.math.l2_normalize(self.head(self.encoder(views, training=True)), 1)
-        scores = tf.matmul(projected, projected, transpose_b=True) - 9.0 * tf.eye(tf.shape(projected)[0])
-        others = tf.roll(tf.range(tf.shape(projected)[0]), tf.shape(x)[0], 0)
-        cost = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(others, 5.0 * scores))
-        return cost + self.steps
-
-
-class Decorated(Descending):
-    """Layers with fewer rows than the batch, and without rows; the step is a `tf.function`, and layers are not built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = layers.Dense(8, "tanh", activity_regularizer="l2")
-        self.norm = layers.BatchNormalization(momentum=0.8, activity_regularizer="l2")
-        self.out, self.scale = layers.Dense(2), Scaled()
-
-    train_step = tf.function(Descending.train_step)
-
-    def cost(self, x: Any, y: Any) -> Any:
-        known = x[: (tf.shape(x)[0] + 1) // 2]
-        hidden = self.norm(self.hidden(known), training=True)
-        loss = tf.reduce_mean((self.out(hidden) - y[: tf.shape(known)[0]]) ** 2) + tf.add_n(self.losses)
-        if tf.reduce_sum(x) > 0:  # by autograph
-            loss += self.scale(tf.reduce_mean(self.out(self.hidden(x[-1:]))))
-        return self.scale(x[:, 0], by=1 + loss)[0] * loss / x[0, 0]
+        hidden = lambda: layers.Dense(8, "tanh", activity_regularizer="l2")
+        norm = lambda: layers.BatchNormalization(momentum=0.8, activity_regularizer="l2")
+        super().__init__(partly, hidden=hidden, norm=norm, out=lambda: layers.Dense(2), scale=Scaled)
 
 
 class Scaled(layers.Layer):
@@ -251,21 +242,10 @@ class Unmasked(layers.Layer):
         return self.norm(self.pooling(x))
 
 
-class Words(Descending):
-    """Layers that hand on masks, with dynamic loss scaling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.pool, self.out = layers.Embedding(9, 4, mask_zero=True), Unmasked(), layers.Dense(2)
-        self.embed.build()
-        self.out.build([None, 4])
-
-    def compile(self, optimizer: Any, **options: Any) -> None:
-        super().compile(keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=2), **options)
-
-    def cost(self, x: Any, y: Any) -> Any:
-        loss = tf.reduce_mean((self.out(self.pool(self.embed(x), training=True)) - y) ** 2)
-        return self.optimizer.scale_loss(loss)
+def words(model: Any, x: Any, y: Any) -> Any:
+    """Layers hand on masks, with dynamic loss scaling."""
+    outputs = model.out(model.pool(model.embed(x), training=True))
+    return model.optimizer.scale_loss(tf.reduce_mean((outputs - y) ** 2))
 
 
 class Varied(layers.Layer):
@@ -359,21 +339,17 @@ class InTurn(keras.Model):
         return {"cost": losses[1], "missing": sum(float(20**i * count) for i, count in enumerate(missing))}
 
 
-class Sloping(Descending):
-    """Trains one output by its slopes, and another by its values."""
+def two_heads() -> keras.Model:
+    given = keras.Input([6])
+    return keras.Model(given, [layers.Dense(2, "tanh")(given), layers.Dense(2)(given)])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = [layers.Dense(2, "tanh"), layers.Dense(2)]
 
-    def call(self, x: Any) -> Any:
-        return [head(x) for head in self.heads]
-
-    def cost(self, x: Any, y: Any) -> Any:
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            sloping, values = self(x)
-        return tf.reduce_mean((values - y) ** 2) + tf.reduce_mean(inner.gradient(sloping, x) ** 2)
+def sloping(model: Any, x: Any, y: Any) -> Any:
+    """One output is trained by its slopes, and another by its values."""
+    with tf.GradientTape() as inner:
+        inner.watch(x)
+        tanh, values = model.heads(x)
+    return tf.reduce_mean((values - y) ** 2) + tf.reduce_mean(inner.gradient(tanh, x) ** 2)
 
 
 class Centred(layers.Layer):
@@ -383,19 +359,13 @@ class Centred(layers.Layer):
         self.add_loss(0.1 * tf.reduce_mean(x**2))
 
 
-class Transitions(Descending):
+def transitions(model: Any, before: Any, actions: Any, rewards: Any, after: Any) -> Any:
     """Learns values of actions from batches of four tensors (Mnih et al., 2013)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values, self.centred = dense(8, 3), Centred()
-
-    def cost(self, before: Any, actions: Any, rewards: Any, after: Any) -> Any:
-        wanted = rewards + 0.9 * tf.reduce_max(self.values(after), -1)
-        values = self.values(before)
-        self.centred(values)
-        loss = tf.reduce_mean((tf.gather(values, actions, batch_dims=1) - wanted) ** 2)
-        return loss + tf.add_n(self.centred.losses)
+    wanted = rewards + 0.9 * tf.reduce_max(model.values(after), -1)
+    values = model.values(before)
+    model.centred(values)
+    loss = tf.reduce_mean((tf.gather(values, actions, batch_dims=1) - wanted) ** 2)
+    return loss + tf.add_n(model.centred.losses)
 
 
 class Untracked(keras.Model):
@@ -464,23 +434,49 @@ ADDED_MEANS = {"added_losses": "mean"}
 
 
 def case(model: Any, **options: Any) -> Case:
-    return Case(model, using("SGD", 0.05), **{"forward": False} | options)
+    return Case(model, **{"compile": using("SGD", 0.05), "forward": False} | options)
+
+
+def scaled_losses() -> dict[str, Any]:
+    return {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), dynamic_growth_steps=2)}
 
 
 MODELS = {
     "two forward passes": case(TwoPasses, forward=True),
     "adversarial": case(Adversarial, data=NOISE),
     "opposed": case(Opposed, data=NOISE, options=ADDED_MEANS),
-    "smooth": case(Smooth),
-    "variational autoencoder": case(Autoencoder),
+    "smooth": case(stepping(smooth, net=lambda: dense(8, 2, norm=True))),
+    "variational autoencoder": case(
+        stepping(autoencoder, encoder=lambda: dense(8, 4), sampling=Sampling, decoder=lambda: dense(8, 6, inputs=2))
+    ),
     "distillation": case(Distilled),
-    "contrastive": case(Contrastive),
+    "contrastive": case(
+        stepping(
+            contrastive,
+            encoder=lambda: dense(8, 5, norm=True),
+            head=lambda: layers.Dense(4),
+            steps=lambda: tf.Variable(0.0, trainable=False),
+        )
+    ),
     "decorated": case(Decorated, options={"added_losses": ACTIVITY}),
-    "masks": case(Words, data={"x": WORDS, "y": Y}),
+    "masks": case(
+        stepping(
+            words,
+            embed=lambda: layers.Embedding(9, 4, mask_zero=True),
+            pool=Unmasked,
+            out=lambda: layers.Dense(2),
+        ),
+        compile=scaled_losses,
+        data={"x": WORDS, "y": Y},
+    ),
     "inconstant": case(Inconstant, options=ADDED_MEANS),
     "in turn": case(InTurn, options=ADDED_MEANS),
-    "sloping": case(Sloping),
-    "transitions": case(Transitions, data={"x": TRANSITIONS, "batch_size": None}, options=ADDED_MEANS),
+    "sloping": case(stepping(sloping, heads=two_heads)),
+    "transitions": case(
+        stepping(transitions, values=lambda: dense(8, 3), centred=Centred),
+        data={"x": TRANSITIONS, "batch_size": None},
+        options=ADDED_MEANS,
+    ),
     "calls in a step": case(Twice, options=ADDED_MEANS),
     "calls in a step, normalized": case(lambda: Twice(layers.BatchNormalization()), options=ADDED_MEANS),
     "variables that are not Keras's own": case(Untracked),

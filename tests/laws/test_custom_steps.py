@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,11 +13,11 @@ import tensorflow as tf
 from graphs import partitions, placements
 from keras import layers
 from oracle import assert_close
-from steps import MODELS, Descending, Twice
+from steps import MODELS, Twice, stepping
 from trainings import STEPS, X, Y
 
 import devicemap
-from devicemap.errors import DataError, FunctionError, OptionError
+from devicemap.errors import DataError, FunctionError
 
 DEVICE_COUNTS = 2, 3
 
@@ -120,21 +121,11 @@ def test_second_derivatives_with_an_unknown_number_of_rows(devices: list[str]) -
         assert float(model.evaluate(batches, verbose=0)) == pytest.approx(6 * X[:count, 0].mean(), rel=1e-5)
 
 
-class Outside(Descending):
-    """Calls layers that it does not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = self.add_weight(shape=[6, 2])
-
-    def cost(self, x: Any, y: Any) -> Any:
-        return tf.reduce_mean((x @ self.weight - y) ** 2)
-
-
 def test_a_step_that_maps_nothing_warns(devices: list[str]) -> None:
-    model = Outside()
+    outside = lambda model, x, y: tf.reduce_mean((x @ model.matrix - y) ** 2)
+    model = stepping(outside, matrix=lambda: keras.Variable(np.ones([6, 2], "f")))()
     model.compile("sgd", jit_compile=False)
-    with pytest.warns(RuntimeWarning, match="train_step of outside.* calls neither the model nor one of its layers"):
+    with pytest.warns(RuntimeWarning, match="train_step of stepping.* calls neither the model nor one of its layers"):
         devicemap.parallelize(model, devices).fit(X, Y, verbose=0)
     assert [share.rows for share in model.report().devices] == [len(X), *[0] * (len(devices) - 1)]
 
@@ -146,9 +137,6 @@ def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
     wanted = model.fit(**STEPS | data).history
     assert_close(devicemap.parallelize(model, devices).fit(**STEPS | data).history, wanted)
     assert model.detach().train_step is own
-    devicemap.parallelize(model, devices).train_step = own
-    with pytest.raises(OptionError, match="got another train_step after it was parallelized; set it before"):
-        model.fit(**STEPS | data)
 
 
 def test_a_step_that_builds_losses_and_optimizers_is_traced_once(devices: list[str]) -> None:
@@ -180,47 +168,42 @@ def forward_mode(layer: Any, x: Any) -> Any:
     return accumulator.jvp(y)
 
 
+def values_of(layer: Any, x: Any) -> Any:
+    return layer(x).values
+
+
 def with_a_table(layer: Any, x: Any) -> Any:
     return layer([x, x[: tf.shape(x)[0] - 1]])
 
 
-TRACED = pytest.mark.private("asking whether a tf.autodiff.ForwardAccumulator follows a tensor")
-OBJECT = FunctionError, "a layer returns an object of Logits"
 TABLE = (FunctionError, tf.errors.InvalidArgumentError), "add a first axis of length 1"
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Any, str]] = {
+    # a layer, how the step calls it, and the error
+    "an object": (lambda: layers.Lambda(Logits), values_of, FunctionError, "a layer returns an object of Logits"),
+    "an object, eagerly": (
+        lambda: layers.Lambda(Logits),
+        values_of,
+        FunctionError,
+        "a layer returns an object of Logits",
+    ),
+    "a kept tensor": (Keeping, lambda layer, x: layer(x) + layer.kept, ValueError, "let it return the tensor"),
+    "products with a table": (
+        lambda: layers.Lambda(lambda both: both[0] @ tf.transpose(both[1])),
+        with_a_table,
+        *TABLE,
+    ),
+    "sums of a table": (lambda: layers.Lambda(lambda both: both[0] + tf.reduce_sum(both[1], 0)), with_a_table, *TABLE),
+    "forward mode": (layers.Identity, forward_mode, DataError, "ForwardAccumulator"),
+}
+TRACED = pytest.mark.private("asking whether a tf.autodiff.ForwardAccumulator follows a tensor")
 
 
 @pytest.mark.filterwarnings("ignore:.*Each device sees some of the rows")
-@pytest.mark.parametrize(
-    ("make", "function", "error", "word", "eager"),
-    [
-        (lambda: layers.Lambda(Logits), lambda layer, x: layer(x).values, *OBJECT, False),
-        (lambda: layers.Lambda(Logits), lambda layer, x: layer(x).values, *OBJECT, True),
-        (Keeping, lambda layer, x: layer(x) + layer.kept, ValueError, "let it return the tensor", False),
-        (lambda: layers.Lambda(lambda both: both[0] @ tf.transpose(both[1])), with_a_table, *TABLE, False),
-        (lambda: layers.Lambda(lambda both: both[0] + tf.reduce_sum(both[1], 0)), with_a_table, *TABLE, False),
-        pytest.param(layers.Identity, forward_mode, DataError, "ForwardAccumulator", False, marks=TRACED),
-    ],
-    ids=[
-        "an object",
-        "an object, eagerly",
-        "a kept tensor",
-        "products with a table",
-        "sums of a table",
-        "forward mode",
-    ],
-)
-def test_what_layers_cannot_do_in_a_step_is_refused(
-    make: Any, function: Any, error: Any, word: str, eager: bool, devices: list[str]
-) -> None:
-    model, data = made("distillation")
-    model.layer = make()
-    model.train_step = lambda batch: {"cost": tf.reduce_mean(function(model.layer, batch[0]))}
-    model.compile(run_eagerly=eager, jit_compile=False)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[TRACED] * (name == "forward mode")) for name in REFUSED])
+def test_what_layers_cannot_do_in_a_step_is_refused(name: str, devices: list[str]) -> None:
+    make, function, error, word = REFUSED[name]
+    model = keras.Sequential([make()])
+    model.train_step = lambda batch: {"cost": tf.reduce_mean(function(model.layers[0], batch[0]))}
+    model.compile(run_eagerly="eagerly" in name, jit_compile=False)
     with pytest.raises(error, match=word):
-        devicemap.parallelize(model, devices).fit(**STEPS | data)
-
-
-def test_models_without_call_name_what_to_explain(devices: list[str]) -> None:
-    model, data = made("adversarial")
-    with pytest.raises(OptionError, match="has no call"):
-        devicemap.parallelize(model, devices).explain(data["x"])
+        devicemap.parallelize(model, devices).fit(X, Y, **STEPS)
