@@ -88,9 +88,9 @@ def several() -> keras.Model:
 class AddsLosses(layers.Layer):
     """The mean of squares over rows, or their sum; and one of a weight."""
 
-    def __init__(self, reduce: str = "mean"):
-        super().__init__()
-        self.reduce = reduce
+    def __init__(self, reduce: str = "mean", **options: Any) -> None:
+        super().__init__(**options)
+        self.reduce, self.supports_masking = reduce, True
         self.scale = self.add_weight(name="scale", initializer="ones")
 
     def call(self, x: Any) -> Any:
@@ -149,6 +149,20 @@ def recomputed(x: Any, kernel: Any) -> Any:
     return tf.recompute_grad(lambda x: tf.tanh(x @ kernel))(x)
 
 
+def every_layer() -> keras.Model:
+    """Kinds of layers that no other case has."""
+    given = keras.Input([6])
+    steps = layers.Masking()(layers.Reshape([3, 2])(given))
+    last = layers.Bidirectional(layers.LSTM(2))(layers.GRU(4, return_sequences=True)(steps))
+    steps = layers.Conv1D(4, 2, padding="same")(layers.RepeatVector(3)(last))
+    steps = layers.TimeDistributed(layers.Dense(4))(steps)
+    images = layers.Reshape([3, 4, 1])(layers.Add()([steps, layers.MultiHeadAttention(2, 3)(steps, steps)]))
+    images = layers.GroupNormalization(1)(layers.Conv2D(3, 2, padding="same")(images))
+    images = layers.PReLU()(layers.AveragePooling2D(2)(layers.DepthwiseConv2D(2, padding="same")(images)))
+    hidden = layers.LayerNormalization()(layers.Flatten()(images))
+    return keras.Model(given, layers.Dense(2)(layers.UnitNormalization()(hidden)))
+
+
 class Subclassed(keras.Model):
     """With branches in Python, a loss of its own, and one that it adds."""
 
@@ -168,9 +182,10 @@ class Subclassed(keras.Model):
 class Counted(layers.Layer):
     """Weighs what it adds as a loss by the steps so far, and its outputs by those and this one."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.steps = self.add_weight(name="steps", initializer="zeros", trainable=False)
+        self.supports_masking = True
 
     def call(self, x: Any, training: bool = False) -> Any:
         self.add_loss(0.1 * self.steps * keras.ops.mean(keras.ops.square(x)))
@@ -286,7 +301,7 @@ class Case:
     forward: bool = True
     """Whether evaluation and prediction say what those of another case do not."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of `parallelize`."""
+    """Of `parallelize`, or of `Pipeline`."""
 
     def made(self) -> keras.Model:
         """The same each time."""
@@ -296,6 +311,10 @@ class Case:
             model = self.model()
         finally:
             keras.config.set_dtype_policy("float32")
+        return self.compiled(model)
+
+    def compiled(self, model: keras.Model) -> keras.Model:
+        """Compile a model, for instance one that was made of `made()`."""
         model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "jit_compile": False, **self.compile()})
         return model
 
@@ -391,6 +410,7 @@ CASES = {
         options={"added_losses": "mean"},
     ),
     "tied weights, moving average of weights": Case(tied),
+    "every layer": Case(every_layer, using("AdamW", 0.01, epsilon=1e-2, global_clipnorm=0.5)),
     "trained weights that a layer changes": Case(lambda: sequential(Applies(decaying), layers.Dense(4))),
     "weights in a tf.function": Case(lambda: sequential(Applies(by_function, [6, 6]))),
     "weights in recompute_grad": Case(lambda: sequential(Applies(recomputed, [6, 6]))),

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, losses, metrics
+from oracle import assert_close
+from trainings import Case
 
 import devicemap
 
@@ -109,6 +111,10 @@ def sequential(*inner: Any) -> keras.Model:
     return keras.Sequential([keras.Input([4]), *inner])
 
 
+def softmax(**options: Any) -> layers.Layer:
+    return layers.Dense(3, "softmax", **options)
+
+
 def tags() -> keras.Model:
     return keras.Sequential([layers.Embedding(4, 3, mask_zero=True), layers.Dense(3, "tanh"), layers.Dense(3)])
 
@@ -188,43 +194,30 @@ OF_TAGS = {
     "weighted_metrics": ["accuracy"],
 }
 OF_SCALARS = {"loss": ["mse", "mae", "huber"], "metrics": [["mae"], ["mae"], ["mse"]]}
-CASES: dict[str, tuple[Callable[[], Any], Any, Any, dict[str, Any]]] = {
-    # a model, its input, its targets, and how it is compiled
-    "every loss": (every_loss, X, {name: TARGETS[target] for name, (target, _, _) in NAMED.items()}, OF_ALL),
-    "masks": (tags, WORDS, TARGETS["tags"], OF_TAGS),
-    "scalars": (scalars, X, [TARGETS["value"], VALUES, VALUES**2], OF_SCALARS),
-    "cast outputs": (lambda: sequential(layers.Dense(3, "softmax", dtype="mixed_bfloat16")), X, CLASSES, OF_CLASSES),
-    "normalized": (lambda: sequential(layers.BatchNormalization(), layers.Dense(3, "softmax")), X, CLASSES, OF_CLASSES),
-    "eager": (lambda: sequential(layers.Dense(3, "softmax")), X, CLASSES, OF_CLASSES | {"run_eagerly": True}),
-    "regularized": (Regularized, X, VALUES, {"loss": "mae", "metrics": ["mse"]}),
-    "changed outside": (Doubled, X, VALUES, {"loss": "mae", "metrics": ["mse"]}),
-    "unreduced": (two_outputs, X, [VALUES] * 2, {"loss": ["mae", Unreduced()]}),
-    "cast twice": (Cast, X, [VALUES] * 2, {"loss": ["mae", "mse"], "metrics": [["mae"], ["mse"]]}),
-    "same loss": (Reconstructed, X, VALUES, {"loss": Reconstructed.loss_of_rows, "metrics": [halved]}),
+
+
+def case(model: Callable[[], Any], x: Any, y: Any, compiled: dict[str, Any], rtol: float = 2e-4) -> Case:
+    """A case, for which metrics are copied: each model has its own."""
+    copied = lambda: compiled | {"metrics": copy.deepcopy(compiled.get("metrics"))}
+    compile_arguments = lambda: {"optimizer": keras.optimizers.SGD(0.01)} | copied()
+    return Case(model, compile_arguments, {"x": x, "y": y}, rtol=rtol, options={"added_losses": "mean"})
+
+
+CASES = {
+    "every loss": case(every_loss, X, {name: TARGETS[target] for name, (target, _, _) in NAMED.items()}, OF_ALL),
+    "masks": case(tags, WORDS, TARGETS["tags"], OF_TAGS),
+    "scalars": case(scalars, X, [TARGETS["value"], VALUES, VALUES**2], OF_SCALARS),
+    "cast outputs": case(lambda: sequential(softmax(dtype="mixed_bfloat16")), X, CLASSES, OF_CLASSES, rtol=1e-2),
+    "normalized": case(lambda: sequential(layers.BatchNormalization(), softmax()), X, CLASSES, OF_CLASSES),
+    "eager": case(lambda: sequential(softmax()), X, CLASSES, OF_CLASSES | {"run_eagerly": True}),
+    "regularized": case(Regularized, X, VALUES, {"loss": "mae", "metrics": ["mse"]}),
+    "changed outside": case(Doubled, X, VALUES, {"loss": "mae", "metrics": ["mse"]}),
+    "unreduced": case(two_outputs, X, [VALUES] * 2, {"loss": ["mae", Unreduced()]}),
+    "cast twice": case(Cast, X, [VALUES] * 2, {"loss": ["mae", "mse"], "metrics": [["mae"], ["mse"]]}),
+    "same loss": case(Reconstructed, X, VALUES, {"loss": Reconstructed.loss_of_rows, "metrics": [halved]}),
 }
 NIGHTLY = "every loss", "regularized", "cast twice"
 """They take long, or are like "changed outside" and "unreduced"."""
-
-
-def trained(name: str, weights: Any, batched: bool, devices: list[str] | None = None) -> dict[str, Any]:
-    """Train on several devices, or on one: eagerly, except for several outputs (see `Case.eager` of `trainings.py`)."""
-    keras.utils.set_random_seed(0)
-    make, x, y, compiled = CASES[name]
-    model = make()
-    compiled = compiled | {"metrics": copy.deepcopy(compiled.get("metrics"))}
-    model.compile(keras.optimizers.SGD(0.01), **compiled, jit_compile=False)
-    if devices is None:
-        model.run_eagerly |= not isinstance(y, list | dict)
-    else:
-        devicemap.parallelize(model, devices, added_losses="mean")
-    y = tuple(y) if isinstance(y, list) else y
-    if weights is not None and x is WORDS:  # a weight for each step
-        weights = np.linspace(0.5, 1.5, 5, dtype="f") * weights[:, None]
-    data = (x, y) if weights is None else (x, y, weights)
-    batches = tf.data.Dataset.from_tensor_slices(data).batch(11, drop_remainder=batched)
-    history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
-    evaluated = model.evaluate(batches, return_dict=True, verbose=0) if weights is not None else {}
-    return {"history": history, "evaluated": evaluated, "weights": model.get_weights()}
 
 
 @pytest.mark.parametrize("batched", [True, False], ids=["known rows", "unknown rows"])
@@ -233,18 +226,25 @@ def trained(name: str, weights: Any, batched: bool, devices: list[str] | None = 
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in CASES]
 )
 def test_losses_and_metrics_are_those_of_one_device(name: str, weights: Any, batched: bool, devices: list[str]) -> None:
-    wanted = trained(name, weights, batched)
-    got = trained(name, weights, batched, devices)
-    tolerance = 1e-2 if name == "cast outputs" else 2e-4
-    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), got, wanted)
+    case = CASES[name]
+    x, y = case.data["x"], case.data["y"]
+    if weights is not None and x is WORDS:  # a weight for each step
+        weights = np.linspace(0.5, 1.5, 5, dtype="f") * weights[:, None]
+    data = x, tuple(y) if isinstance(y, list) else y, *([] if weights is None else [weights])
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(11, drop_remainder=batched)
+
+    def trained(model: keras.Model) -> Any:
+        history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
+        evaluated = {} if weights is None else model.evaluate(batches, return_dict=True, verbose=0)
+        return history, evaluated, model.get_weights()
+
+    got = trained(devicemap.parallelize(case.made(), devices, **case.options))
+    assert_close(got, trained(case.eager()), case.rtol, case.rtol)
 
 
 @pytest.mark.parametrize("name", ["cast outputs", "normalized"])
 def test_other_numbers_of_targets_than_of_inputs_are_refused(name: str, devices: list[str]) -> None:
-    make, x, y, compiled = CASES[name]
-    model = make()
-    model.compile("sgd", **compiled, jit_compile=False)
-    specs = tf.TensorSpec([None, 4]), tf.TensorSpec([None], y.dtype)
-    batches = tf.data.Dataset.from_generator(lambda: [(x[:1], y[:2])], output_signature=specs)
+    specs = tf.TensorSpec([None, 4]), tf.TensorSpec([None], CLASSES.dtype)
+    batches = tf.data.Dataset.from_generator(lambda: [(X[:1], CLASSES[:2])], output_signature=specs)
     with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of rows"):
-        devicemap.parallelize(model, devices).fit(batches, shuffle=False, verbose=0)
+        devicemap.parallelize(CASES[name].made(), devices).fit(batches, shuffle=False, verbose=0)
