@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from refused_models import REFUSED_MODELS
 from ways import ONE, SEVERAL, Counter, Items, Options, X
 
 import devicemap
@@ -435,6 +436,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "write: an optional": lambda: describe_nest({"x": tf.OptionalSpec(None)}),
     "write: None": lambda: describe_nest({"x": None}),
     "write: a key that is no text": lambda: describe_nest({1.5: tf.TensorSpec([None], tf.int32)}),
+    **REFUSED_MODELS,
     "tasks: no function": lambda: devicemap.parallel_tasks(None, [1]),
     "tasks: a number": lambda: devicemap.parallel_tasks(NOT_CALLED, 3),
     "tasks: a scalar": lambda: devicemap.parallel_tasks(NOT_CALLED, tf.constant(3)),
@@ -490,6 +492,8 @@ CHANGING = {
     r"line \d+": "line N",
     "0x[0-9a-f]+": "0x...",
     "there is CPU:0, .*": "there is CPU:0, ...",
+    r"(?<=[a-z])(_\d+)+\b": "_N",
+    r"a result has .* and .* at index .* values differ": "a result has N and N at index [N]; N of N values differ",
 }
 """What differs between machines and calls."""
 
@@ -498,11 +502,15 @@ def _message(call: Callable[[], Any]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", DeprecationWarning)  # of TensorFlow's dependencies
+        said = ""
         try:
             call()
         except DeviceMapError as error:
-            return _without_foreign_words(error)
-    return "".join(f"{warning.category.__name__}: {warning.message}" for warning in caught)
+            said = _without_foreign_words(error)
+    said = said or "".join(f"{warning.category.__name__}: {warning.message}" for warning in caught)
+    for pattern, text in CHANGING.items():
+        said = re.sub(pattern, text, said)
+    return said
 
 
 def _without_foreign_words(error: DeviceMapError) -> str:
@@ -512,11 +520,9 @@ def _without_foreign_words(error: DeviceMapError) -> str:
     if "could not be traced" in said:
         assert type(cause) in type(error).__mro__
         said = said.partition(f": {type(cause).__name__}: ")[0]
-    if cause is not None and not type(cause).__module__.startswith("devicemap"):
+    if cause is not None and str(cause) and not type(cause).__module__.startswith("devicemap"):
         said = said.replace(str(cause)[:500], "...")
     assert "failed on" in said or getattr(error, "shards", ()) == ()
-    for pattern, text in CHANGING.items():
-        said = re.sub(pattern, text, said)
     return f"{kind}: {said}"
 
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 from mirrored import FIXED, PROGRAMS, REFUSED
 
 import devicemap
-from devicemap.errors import OptionError
 
 DEVICES = ["CPU:1", "CPU:0"]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mirroredstrategy.md"
@@ -27,11 +26,6 @@ def test_computes_what_one_device_does(name: str) -> None:
     case = (PROGRAMS | FIXED)[name]
     got = case.trained(devicemap.parallelize(case.made(), DEVICES))
     tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, case.wanted)
-
-
-def test_refuses_what_keeps_a_state_for_each_row() -> None:
-    with pytest.raises(OptionError, match="is stateful"):
-        devicemap.parallelize(REFUSED["stateful_rnn"].made(), DEVICES)
 
 
 def test_the_page_lists_every_program() -> None:

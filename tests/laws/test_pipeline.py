@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
-import random
 import weakref
-from functools import partial
 from typing import Any
 
 import keras
@@ -15,12 +12,12 @@ import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
-from laws.test_split import Piped, Scaled, assert_close, fitted, residual
 from oracle import assert_same
+from pipelined import Piped, chain
 
 from benchmarks.schedules import duration_of
-from devicemap import Pipeline, parallelize, split
-from devicemap.errors import FunctionError, OptionError
+from devicemap import Pipeline, split
+from devicemap.errors import FunctionError
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.split import balanced_bounds
 
@@ -219,33 +216,12 @@ def test_schedules(devices_used: int, microbatches: int) -> None:
             assert duration_of(kind, stages, devices_used, microbatches) == 2 * (microbatches * each + devices_used - 1)
 
 
-@pytest.mark.parametrize("by", ["time", "bytes"])
-@pytest.mark.parametrize(
-    "layer",
-    [lambda: keras.layers.Lambda(lambda rows: rows + tf.random.normal(tf.shape(rows))), lambda: Scaled(seed=3)],
-    ids=["TensorFlow", "Keras"],
-)
-def test_layers_that_draw_are_copied_and_stay_as_they_are(by: Any, layer: Any) -> None:
-    model = keras.Sequential([keras.Input([4]), layer(), keras.layers.Dense(4)])
-    before, state = [variable.numpy() for variable in model.variables], random.getstate()
-    assert len(split(model, 2, by)) == 2
-    assert random.getstate() == state  # from which Keras draws the order of a PyDataset
-    np.testing.assert_equal([variable.numpy() for variable in model.variables], before)
-
-
 @pytest.mark.parametrize("first", ["train", "predict"])
 def test_stages_in_a_model_know_whether_it_trains(first: str, devices: list[str]) -> None:
-    model = Piped([keras.Sequential([keras.Input([4]), keras.layers.Dropout(0.5)]), tf.identity], devices)
+    stages = [keras.Sequential([keras.Input([4]), keras.layers.Dropout(0.5)]), tf.identity]
+    model = Piped(stages, Pipeline(stages, devices))
     for training in (True, False) if first == "train" else (False, True):
         assert np.allclose(tf.function(model)(x, training=training), x) == (not training)
-
-
-@pytest.mark.nightly
-def test_in_steps_of_a_parallelized_model(devices: list[str]) -> None:
-    model = residual()
-    piped = Piped(split(model, 3, "bytes", devices), devices, microbatches=3)
-    losses = fitted(parallelize(piped, devices[:2]), x)
-    assert_close(losses, fitted(model, x))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
@@ -269,135 +245,6 @@ def test_explain(devices: list[str]) -> None:
         assert pipe.explain(data).bubble > 0
 
 
-def sharing() -> Any:
-    """Two layers that share a variable, which their copies would not."""
-    one, other = keras.layers.Dense(4), keras.layers.Dense(4)
-    model = keras.Sequential([keras.Input([4]), one, other])
-    other._trainable_variables[0] = one.kernel
-    return model
-
-
-def ending_with(*last: Any, **options: Any) -> Any:
-    return keras.Sequential([keras.Input([4]), keras.layers.Dense(4, **options), *last])
-
-
-class WithSublayer(keras.layers.Layer):
-    """A layer whose copy has the same sublayer."""
-
-    def __init__(self, inner: Any, **options: Any):
-        super().__init__(**options)
-        self.inner = inner
-
-    def call(self, rows: Any, training: bool = False) -> Any:
-        return self.inner(rows, training=training)
-
-    def get_config(self) -> Any:
-        return super().get_config() | {"inner": self.inner}
-
-
-def with_default(inner: Any, default: Any) -> Any:
-    """A layer whose sublayer, or function, is not in get_config. A copy has the default."""
-
-    class WithDefault(WithSublayer):
-        def __init__(self, inner: Any = default, **options: Any):
-            super().__init__(inner, **options)
-
-        def get_config(self) -> Any:
-            return keras.layers.Layer.get_config(self)
-
-    return WithDefault(inner)
-
-
-def in_training(rows: Any, training: bool, scale: float) -> Any:
-    return scale * rows if training else rows / 0.0
-
-
-def small(rows: Any, training: bool) -> Any:
-    tf.debugging.assert_less(rows, -1e3)
-    return rows
-
-
-class Centered(keras.layers.Layer):
-    """A layer that mixes rows, in training only."""
-
-    def call(self, rows: Any, training: bool = False) -> Any:
-        return rows - tf.reduce_mean(rows, 0) if training else rows
-
-
-def of_seven_rows() -> Any:
-    """A model with a fixed number of rows, which it mixes."""
-    given = keras.Input(batch_shape=[7, 4])
-    return keras.Model(given, keras.layers.Softmax(0)(keras.layers.Dense(4)(given)))
-
-
-def using_a_kernel(by_lambda: bool) -> Any:
-    """A model in which an op uses the kernel of a layer."""
-    given, dense = keras.Input([4]), keras.layers.Dense(4)
-    hidden = dense(given)
-    times = lambda rows: keras.ops.matmul(rows, dense.kernel)
-    return keras.Model(given, keras.layers.Lambda(times)(hidden) if by_lambda else times(hidden))
-
-
-class WithArgument(keras.layers.Layer):
-    def __init__(self, scale: float):
-        super().__init__()
-        self.scale = scale
-
-    def call(self, rows: Any) -> Any:
-        return self.scale * rows
-
-
-normalize, batch_norm = keras.layers.LayerNormalization, keras.layers.BatchNormalization
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda: Pipeline([3]),
-        lambda: Pipeline(residual()),
-        lambda: Pipeline(stage for stage in DENSE),
-        lambda: Pipeline(DENSE, ["CPU:0", "CPU:1"]),
-        lambda: Pipeline(DENSE, ["CPU:0", "CPU:1", "CPU:77"]),
-        lambda: Pipeline(DENSE, microbatches=0),
-        lambda: Pipeline(DENSE, schedule="zero"),
-        lambda: Pipeline(DENSE, batch_norm="none"),
-        lambda: Pipeline(DENSE, added_losses="max"),
-        lambda: split(sharing(), 2, "bytes"),
-        lambda: split(residual(), 0),
-        lambda: split(residual(), 9),
-        lambda: split(residual(), 2, by="luck"),
-        lambda: split(parallelize(residual(), ["CPU:0", "CPU:1"]), 2),
-        lambda: split(len, 2),
-        lambda: split(ending_with(WithArgument(2.0)), 2, by="bytes"),
-        lambda: split(ending_with(keras.layers.UnitNormalization(axis=0)), 2, by="bytes"),
-        lambda: split(ending_with(with_default(lambda rows, training: rows, small)), 2, by="bytes"),
-        lambda: split(ending_with(Centered()), 2, by="bytes"),
-        lambda: split(of_seven_rows(), 2, by="bytes"),
-        lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
-        lambda: split(ending_with(with_default(normalize(epsilon=1e-12), normalize(epsilon=1e-5))), 2, by="bytes"),
-        lambda: split(ending_with(with_default(batch_norm(momentum=0.5), batch_norm())), 2, by="bytes"),
-        lambda: split(using_a_kernel(by_lambda=True), 2, by="bytes"),
-        lambda: split(using_a_kernel(by_lambda=False), 2, by="bytes"),
-        lambda: Pipeline([keras.layers.LSTM(2, stateful=True)]),
-        lambda: split(ending_with(with_default(partial(in_training, scale=2.0), partial(in_training, scale=1.0))), 2),
-        lambda: copy.deepcopy(split(residual(), 2, "bytes")[0]),
-    ],
-)
-def test_what_cannot_be_is_refused(bad: Any) -> None:
-    with pytest.raises(OptionError):
-        bad()
-
-
-def test_a_stage_cannot_pass_on_one_mask_for_all_rows() -> None:
-    given = keras.Input([4])
-    mask = keras.layers.Lambda(lambda rows: tf.ones([1, 4]))(given)
-    model = keras.Model(given, keras.layers.Dense(4)(keras.layers.Dense(4)(given) * mask) * mask)
-    with pytest.raises(
-        FunctionError, match=r"result\[1\] of fn has 1 row.*; a stage must return one row per input row"
-    ):
-        Pipeline(split(model, 3, by="bytes"))(x)
-
-
 def log(rows: Any) -> Any:
     tf.debugging.assert_positive(rows)
     return tf.math.log(rows)
@@ -405,7 +252,7 @@ def log(rows: Any) -> Any:
 
 @pytest.mark.parametrize("by", ["bytes", "time"])
 def test_a_layer_that_fails_for_random_rows_is_not_compared(by: Any) -> None:
-    model = ending_with(keras.layers.Lambda(log), kernel_initializer="ones")
+    model = chain(keras.layers.Dense(4, kernel_initializer="ones"), keras.layers.Lambda(log))
     rows = tf.random.stateless_uniform([6, 4], [1, 2], 1.0, 2.0)
     with pytest.warns(RuntimeWarning, match=r"fails for random tensors .*: Condition x > 0 did not hold"):
         stages = split(model, 2, by)
@@ -419,31 +266,3 @@ def test_layers_that_take_several_rows_as_one() -> None:
     model = keras.Model(inputs, keras.layers.Dense(2)(keras.ops.reshape(joined, [-1, 3, 4])))
     rows = tf.random.stateless_normal([6, 3, 4], [1, 2])
     np.testing.assert_allclose(Pipeline(split(model, 2, "bytes"))(rows), model(rows), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("stage", "error", "message"),
-    [
-        (
-            lambda rows: tf.debugging.check_numerics(rows / 0.0, "bad"),
-            FunctionError,
-            "^stage 1 of 2 on CPU:1 failed: .*bad",
-        ),
-        (
-            lambda rows: tf.matmul(rows, tf.ones([5, 2])),
-            ValueError,
-            "^stage 1 of 2, whose data are the results of stage 0: fn could not be traced for a batch",
-        ),
-        (lambda rows, more: rows, TypeError, "^stage 1 of 2, .* stage 0: .*fn takes 2 arguments"),
-        (
-            tf.reduce_sum,
-            FunctionError,
-            "^stage 1 of 2, .*: the result of fn is a scalar; a stage must return .* each row$",
-        ),
-    ],
-    ids=["fails", "shape", "arguments", "scalar"],
-)
-def test_a_stage_that_fails_or_does_not_fit(stage: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
-        Pipeline([layer(0), stage], ["CPU:0", "CPU:1"])(x)
-    assert isinstance(caught.value, FunctionError)

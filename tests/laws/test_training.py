@@ -22,7 +22,6 @@ import tensorflow as tf
 import trainings
 from graphs import between_devices, partitions, placements
 from keras import layers
-from steps import TwoPasses
 from trainings import CASES, STEPS, Applies, Case, InTraining, X, Y, mlp, normalized, sequential
 
 import devicemap
@@ -115,62 +114,55 @@ def projected(x: Any) -> Any:
 
 
 OTHER_ROWS, FIXED_SEED = "Each device sees some of the rows", "drawn from a fixed seed"
+EMBEDDED, RAGGED = X[:32, :2, None] + tf.zeros([4]), tf.RaggedTensor.from_row_lengths(X[:, 0], [1, 2, 3, 4] * 3 + [4])
+SPARSE = tf.sparse.from_dense(X * (X > 0))
+WARNED: dict[str, tuple[Any, Callable[[Any], Any] | layers.Layer, list[str]]] = {
+    # rows, a function or a layer, and what its warnings say
+    "the number of rows": (EMBEDDED, lambda x: x / tf.cast(tf.shape(x)[0], x.dtype), [OTHER_ROWS]),
+    "earlier rows": (EMBEDDED, tf.cumsum, [OTHER_ROWS]),
+    "failing for few rows": (EMBEDDED, lambda x: x + tf.gather(x, [3]), [OTHER_ROWS]),
+    "one row": (EMBEDDED, added_to_the_fifth, [OTHER_ROWS]),
+    "in training": (EMBEDDED, InTraining(centred), [OTHER_ROWS]),
+    "a fixed seed": (EMBEDDED, InTraining(with_noise), [FIXED_SEED]),
+    "a seed of a normalized layer": (
+        EMBEDDED, keras.Sequential([layers.BatchNormalization(), InTraining(with_same_noise)]), []),
+    "numbers that rows share": (EMBEDDED, InTraining(projected), []),
+    "ragged: padded mean": (RAGGED, lambda x: tf.reduce_mean(x.to_tensor(), 1, keepdims=True), [OTHER_ROWS]),
+    "ragged: mean": (RAGGED, lambda x: tf.reduce_mean(x, 1)[:, None], []),
+    "ragged: int32 splits": (
+        RAGGED.with_row_splits_dtype(tf.int32), lambda x: x.to_tensor()[:, :1] + x.values[0], [OTHER_ROWS]),
+    "ragged: two inputs": (
+        (RAGGED, -RAGGED), lambda x: tf.reduce_mean(x[0] * x[1], 1, True) + tf.reduce_mean(x[0].values), [OTHER_ROWS]),
+    "sparse: number of values": (
+        SPARSE, lambda x: tf.sparse.to_dense(x) / tf.cast(tf.size(x.values), tf.float32), [OTHER_ROWS]),
+    "sparse: dense": (SPARSE, tf.sparse.to_dense, []),
+    "sparse: a result": (X, lambda x: tf.sparse.from_dense(x * tf.cast(x > 0, x.dtype)), []),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make_layers", "reported"),
-    [
-        (lambda: [layers.Lambda(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype))], [OTHER_ROWS]),
-        (lambda: [layers.Lambda(tf.cumsum)], [OTHER_ROWS]),  # of earlier rows
-        (lambda: [layers.Lambda(lambda x: x + tf.gather(x, [3]))], [OTHER_ROWS]),  # fails for few rows
-        (lambda: [layers.Lambda(added_to_the_fifth)], [OTHER_ROWS]),
-        (lambda: [InTraining(centred)], [OTHER_ROWS]),
-        (lambda: [InTraining(with_noise)], [FIXED_SEED]),
-        (lambda: [layers.BatchNormalization(), InTraining(with_same_noise)], []),
-        (lambda: [InTraining(projected)], []),
-    ],
-)
+@pytest.mark.parametrize("name", WARNED)
 def test_outputs_that_depend_on_other_rows_are_reported_once(
-    make_layers: Any, reported: list[str], devices: list[str], recwarn: pytest.WarningsRecorder
+    name: str, devices: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    model = keras.Sequential([layers.Embedding(9, 4), *make_layers()])
-    model.compile("sgd", lambda _, outputs: tf.reduce_mean(outputs**2), jit_compile=False)
-    model = devicemap.parallelize(model, devices)
-    rows = np.arange(64).reshape(32, 2) % 9
-    for _ in range(2):
-        model.fit(rows, rows, batch_size=32, verbose=0)
-        model.predict(rows, verbose=0)
-    messages = [str(each.message) for each in recwarn]
-    assert [what for each in messages for what in (OTHER_ROWS, FIXED_SEED) if what in each] == reported
+    rows, function, reported = WARNED[name]
 
-
-RAGGED, SPARSE = tf.RaggedTensor.from_row_lengths(X[:, 0], [1, 2, 3, 4] * 3 + [4]), tf.sparse.from_dense(X * (X > 0))
-
-
-@pytest.mark.parametrize(
-    ("rows", "function", "reported"),
-    [
-        (RAGGED, lambda x: tf.reduce_mean(x.to_tensor(), 1, keepdims=True), True),
-        (RAGGED, lambda x: tf.reduce_mean(x, 1)[:, None], False),
-        (RAGGED.with_row_splits_dtype(tf.int32), lambda x: x.to_tensor()[:, :1] + x.values[0], True),
-        ((RAGGED, -RAGGED), lambda x: tf.reduce_mean(x[0] * x[1], 1, True) + tf.reduce_mean(x[0].values), True),
-        (SPARSE, lambda x: tf.sparse.to_dense(x) / tf.cast(tf.size(x.values), tf.float32), True),
-        (SPARSE, tf.sparse.to_dense, False),
-        (X, lambda x: tf.sparse.from_dense(x * tf.cast(x > 0, x.dtype)), False),
-    ],
-    ids=["padded mean", "mean", "int32 splits", "two inputs", "number of values", "dense", "a sparse result"],
-)
-def test_ragged_and_sparse_rows_are_compared_with_others(
-    rows: Any, function: Any, reported: bool, devices: list[str], recwarn: pytest.WarningsRecorder
-) -> None:
     class Model(keras.Model):
-        def call(self, x: Any) -> Any:
-            return function(x)
+        def call(self, x: Any, training: bool = False) -> Any:
+            return function(x, training=training) if isinstance(function, layers.Layer) else function(x)
+
+        def train_step(self, data: Any) -> Any:
+            self(data[0], training=True)
+            return {}
 
     model = Model()
+    model.part = function  # Keras finds a layer
     model.compile(jit_compile=False)
-    devicemap.parallelize(model, devices).predict_on_batch(rows)
-    assert [OTHER_ROWS in str(each.message) for each in recwarn] == [True] * reported
+    devicemap.parallelize(model, devices)
+    for _ in range(2):
+        model.train_on_batch(rows)
+        model.predict_on_batch(rows)
+    messages = [str(each.message) for each in recwarn]
+    assert [what for each in messages for what in (OTHER_ROWS, FIXED_SEED) if what in each] == reported
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -550,64 +542,6 @@ def test_a_warning_says_where_xla_does_not_compile(
     np.testing.assert_allclose(loss, case.eager().train_on_batch(**rows), rtol=1e-5)
 
 
-def test_xla_does_not_compile_ops_with_seeds(devices: list[str]) -> None:
-    model = sequential(InTraining(with_same_noise), layers.Dense(2))
-    model.compile("sgd", "mse", jit_compile=True)
-    with pytest.warns(RuntimeWarning, match="is ignored for .*random ops"):
-        devicemap.parallelize(model, devices).train_on_batch(X, Y)
-
-
-def instructed() -> keras.Model:
-    model = mlp()
-    model.make_test_function = lambda force=False: None
-    return model
-
-
-class Reporting(trainings.Subclassed):
-    def report(self) -> str:
-        return self.name
-
-
-def quantized() -> keras.Model:
-    model = mlp()
-    model.layers[0].quantize("float8")
-    return model
-
-
-def mirrored() -> keras.Model:
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        return mlp()
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "word"),
-    [
-        (lambda: layers.Dense(2), {}, "Dense"),
-        (instructed, {}, "make_test_function"),
-        (Reporting, {}, "has a report of its own"),
-        (mirrored, {}, "scope of a tf.distribute strategy"),
-        (quantized, {}, "overwritten with its gradient, as in float8"),
-        (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
-        (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
-        (normalized, {"batch_norm": "global"}, "global"),
-        (mlp, {"added_losses": "max"}, "max"),
-        (normalized, {"accumulate": 2}, "local"),
-        (mlp, {"accumulate": 0}, "accumulate"),
-        (TwoPasses, {"accumulate": 2}, r"accumulate=2 .* train_step of its own.*recompute"),
-        (mlp, {"recompute": ["last"]}, "recompute has 'last'; the layers of"),
-        (mlp, {"recompute": "dense"}, "list"),
-        (lambda: sequential(layers.BatchNormalization(name="norm")), {"recompute": ["norm"]}, "that it may change"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: str) -> None:
-    made = model()
-    before = dict(vars(made))
-    with pytest.raises(OptionError, match=word):
-        devicemap.parallelize(made, **options)
-    assert vars(made) == before
-
-
 @pytest.mark.in_ci(1)
 def test_errors_of_layers_show_the_shapes_of_the_batch(devices: list[str]) -> None:
     model = devicemap.parallelize(mlp(), devices)
@@ -650,20 +584,11 @@ def test_the_first_call_builds_a_model(devices: list[str], make: Any, name: str)
         model.compile("sgd", "mse", jit_compile=False, run_eagerly=not parallel)
         if parallel:
             devicemap.parallelize(model, devices)
-            with pytest.raises(OptionError, match="not built yet"):
-                model.explain(X)
         first = getattr(model, name)(*((X,) if name == "predict" else (X, Y)))
         model.train_on_batch(X, Y)
         return {"first": first, "weights": model.get_weights()}
 
     assert_close(called(True), called(False))
-
-
-def test_what_layers_forbid_is_found_when_the_model_is_built() -> None:
-    model = devicemap.parallelize(Unbuilt(), ["CPU:1", "CPU:2"], accumulate=2)
-    model.compile("sgd", "mse")
-    with pytest.raises(OptionError, match="batch_norm='local'"):
-        model.fit(X, Y, verbose=0)
 
 
 @pytest.mark.filterwarnings("ignore:.* if other rows change. Each device sees some of the rows:RuntimeWarning")
@@ -885,15 +810,6 @@ def test_what_devices_cannot_do_apart_is_refused(name: str, norm: Any, devices: 
     np.testing.assert_equal(model.get_weights(), before)
     model.detach().run_eagerly = True  # which traces nothing
     assert np.all(np.isfinite(model.evaluate(X, Y, verbose=0)))
-
-
-def test_seeded_random_layers_draw_other_numbers_on_each_device(devices: list[str]) -> None:
-    tf.random.set_seed(3)
-    model = Case(
-        lambda: keras.Sequential([keras.Input([6]), layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))])
-    ).made()
-    drawn = devicemap.parallelize(model, devices).predict(np.zeros([12, 6], "f"), verbose=0)
-    assert len(np.unique(drawn)) == drawn.size
 
 
 def test_batches_of_a_generator(devices: list[str]) -> None:
