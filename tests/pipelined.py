@@ -45,8 +45,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(case: Case) -> list[str]:
-    """Where one microbatch draws the numbers of the whole batch, there is one on all devices."""
-    return [each for each in SETTINGS if each not in ("replicas", "interleaved") or "microbatches" not in case.options]
+    """A pipeline of one microbatch has one device at a time: it draws numbers, or compares rows, of the whole batch."""
+    apart = ("replicas", "interleaved") if "microbatches" in case.options else ()
+    return [each for each in SETTINGS if each not in (*apart, "a parallelized model")]
 
 
 def piped(model: Any, setting: str, devices: list[str], **options: Any) -> tuple[Pipeline, Any]:
@@ -165,6 +166,7 @@ def of_outputs(loss: Any, y: Any, factors: Any = None, weights: Any = None, as_d
 
 IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
 BY_WEIGHT = keras.losses.MeanSquaredError("mean_with_sample_weight")
+DICE = keras.losses.Dice(axis=(1,))
 STEPS, STEPWISE = np.stack([Y, 2 * Y], 1), np.ones([34, 5, 4], "f")
 masked = lambda: ids_masked(dense(), dense(), dense())
 of_steps = lambda: dense_four(shape=(None, 4))
@@ -195,6 +197,8 @@ PIPELINED: dict[str, Case] = {
     "masks, mean by weight": case(masked, BY_WEIGHT, STEPWISE, WORDS),
     "masks, sum": case(masked, keras.losses.MeanSquaredError("sum"), STEPWISE, WORDS),
     "mixed precision": replace(case(lambda: chain(*(dense(dtype=each) for each in 2 * MIXED))), rtol=2e-2),
+    "loss of the values of a row": case(lambda: chain(dense(), dense(activation="sigmoid")), DICE, np.abs(Y)),
+    "losses of all rows": case(dense_four, contrastive, microbatches=1),
     "one loss for each output": of_outputs("mse", [Y, -Y]),
     "losses in a list": of_outputs(["mse", keras.losses.SparseCategoricalCrossentropy(True)], [Y, LABELS], [0.5, 2.0]),
     "losses that are sums": of_outputs(

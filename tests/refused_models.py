@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 import trainings
 from keras import layers
+from mirrored import REFUSED
 from pipelined import BY_WEIGHT, chain, contrastive, dense, dense_four, x
 from steps import Adversarial, TwoPasses
 from trainings import AddsLosses, X, mlp, normalized, sequential
@@ -49,13 +50,9 @@ def quantized() -> keras.Model:
     return model
 
 
-def mirrored() -> keras.Model:
+def of_a_strategy() -> keras.Model:
     with tf.distribute.MirroredStrategy(TWO).scope():
         return mlp()
-
-
-def stateful() -> keras.Model:
-    return keras.Sequential([keras.Input([6, 1], batch_size=12), layers.LSTM(3, stateful=True)])
 
 
 def unbuilt() -> keras.Model:
@@ -217,9 +214,9 @@ REFUSED_MODELS: dict[str, Callable[[], object]] = {
     "training: a layer": lambda: parallelized(lambda: layers.Dense(2, name="layer")),
     "training: make_test_function": lambda: parallelized(instructed),
     "training: a method of this name": lambda: parallelized(Reporting),
-    "training: a strategy": lambda: parallelized(mirrored),
+    "training: a strategy": lambda: parallelized(of_a_strategy),
     "training: float8": lambda: parallelized(quantized),
-    "training: a stateful layer": lambda: parallelized(stateful),
+    "training: a stateful layer": lambda: parallelized(REFUSED["stateful_rnn"].model),
     "training: an unknown device": lambda: parallelized(mlp, ["CPU:0", "GPU:17"]),
     "training: a parallelized model": lambda: parallelized(lambda: parallelize(mlp(), TWO)),
     "training: batch_norm": lambda: parallelized(normalized, batch_norm="global"),

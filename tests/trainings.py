@@ -386,7 +386,11 @@ CASES = {
     ),
     "regularizers, global_clipnorm, sample weights, split": Case(
         lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2"),
-        using("SGD", 0.5, global_clipnorm=0.1),
+        lambda: {
+            "optimizer": keras.optimizers.SGD(0.5, global_clipnorm=0.1),
+            "metrics": [keras.metrics.RootMeanSquaredError()],
+            "weighted_metrics": ["mse"],
+        },
         {"x": X, "y": Y, "sample_weight": WEIGHTS, "validation_split": 0.2},
         options={"added_losses": ACTIVITY},
     ),

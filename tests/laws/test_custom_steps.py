@@ -22,31 +22,24 @@ from devicemap.errors import DataError, FunctionError
 DEVICE_COUNTS = 2, 3
 
 
-def made(name: str) -> tuple[keras.Model, dict[str, Any]]:
-    """A model without a graph of its step, and its data."""
-    return MODELS[name].made(), MODELS[name].data
-
-
-NONE = pytest.mark.private("a gradient of None, and not of zeros, for what unused outputs depend on")
 LIKE_OTHERS = "adversarial", "opposed", "smooth", "variational autoencoder", "distillation", "contrastive"
 """Another test trains these, or their steps call layers as those of other models do."""
 
-NAMES = [
-    pytest.param(name, {}, marks=[NONE] * (name == "in turn") + [pytest.mark.nightly] * (name in LIKE_OTHERS))
-    for name in MODELS
+NONE = pytest.mark.private("a gradient of None, and not of zeros, for what unused outputs depend on")
+TRAININGS = [
+    *(
+        pytest.param(name, {}, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS))
+        for name in MODELS
+        if name != "in turn"
+    ),
+    pytest.param("in turn", {}, marks=NONE),
+    ("two forward passes", {"recompute": True}),
+    ("variables that are not Keras's own", {"recompute": True}),
+    ("distillation", {"accumulate": 2, "batch_norm": "local"}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *NAMES,
-        ("two forward passes", {"recompute": True}),
-        ("variables that are not Keras's own", {"recompute": True}),
-        ("distillation", {"accumulate": 2, "batch_norm": "local"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "options"), TRAININGS, ids=str)
 def test_trained_as_by_one_device(name: str, options: dict[str, Any], devices: list[str]) -> None:
     case = MODELS[name]
     got = case.trained(devicemap.parallelize(case.made(), devices, **case.options | options))
@@ -93,10 +86,9 @@ def test_several_tapes_multiply_no_functions(devices: list[str]) -> None:
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
 def test_each_outermost_call_runs_on_all_devices() -> None:
     workers = ["CPU:1", "CPU:2", "CPU:3"]
-    model, data = made("variational autoencoder")
-    devicemap.parallelize(model, workers)
-    model.train_on_batch(data["x"][:5], data["y"][:5])  # runs layers on random rows, too
-    counted = placements(partitions(model.train_on_batch, data["x"][:11], data["y"][:11]), "MatMul")
+    model = devicemap.parallelize(MODELS["variational autoencoder"].made(), workers)
+    model.train_on_batch(X[:5], Y[:5])  # runs layers on random rows, too
+    counted = placements(partitions(model.train_on_batch, X[:11], Y[:11]), "MatMul")
     assert [counted[worker] for worker in workers] == [11] * 3  # of 4 layers; the first has no gradient to its input
     assert counted["CPU:0"] == 0
     assert model.report().devices[0].rows == 2 + 4
@@ -131,11 +123,11 @@ def test_a_step_that_maps_nothing_warns(devices: list[str]) -> None:
 
 
 def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
-    model, data = made("distillation")
+    model = MODELS["distillation"].made()
     model.train_step = lambda batch: {"loss": tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)}
     own = model.train_step
-    wanted = model.fit(**STEPS | data).history
-    assert_close(devicemap.parallelize(model, devices).fit(**STEPS | data).history, wanted)
+    wanted = model.fit(X, Y, **STEPS).history
+    assert_close(devicemap.parallelize(model, devices).fit(X, Y, **STEPS).history, wanted)
     assert model.detach().train_step is own
 
 

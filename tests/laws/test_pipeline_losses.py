@@ -16,7 +16,6 @@ import tensorflow as tf
 from keras import layers
 from oracle import assert_close
 from pipelined import (
-    IGNORING,
     PIPELINED,
     Y,
     chain,
@@ -26,21 +25,18 @@ from pipelined import (
     ids,
     ids_masked,
     of_rows,
-    of_steps,
     piped,
     piped_model,
     settings_of,
     x,
 )
-from trainings import ACTIVITY, AddsLosses, LooksUp
+from trainings import ACTIVITY, WEIGHTS
 
 from devicemap import Pipeline, split
 from devicemap.errors import FunctionError, OptionError
 
 DEVICE_COUNTS = (4,)
 
-labels = np.array([0, 1, 2, 0, 2, 1, 3])
-steps = np.stack([x, 2 * x], 1)
 weights = np.linspace(0.0, 2.0, 7, dtype="float32")
 
 IN_CI = {
@@ -48,6 +44,7 @@ IN_CI = {
     "state and losses of masked steps": "1f1b", "saturated softmax": "a model of the user",
     "steps, ignored labels": "gpipe", "masks, sum": "replicas", "mixed precision": "interleaved",
     "losses in a list": "1f1b", "losses that are sums": "replicas", "losses by name": "gpipe",
+    "losses of all rows": "1f1b", "loss of the values of a row": "replicas",
     "batch normalization": "a model of the user", "regularizers, global_clipnorm, sample weights, split": "replicas",
 }  # fmt: skip
 PRIVATE = {"lookups": "adding gradients", "a loss of one output": "gradients of None"}
@@ -63,7 +60,11 @@ def training(name: str, setting: str) -> Any:
     "ignore:Gradients do not exist", "ignore:.*batch normalization", "ignore:a Pipeline called under a tape"
 )
 @pytest.mark.parametrize(
-    ("name", "setting"), [training(name, each) for name, case in PIPELINED.items() for each in settings_of(case)]
+    ("name", "setting"),
+    [
+        *(training(name, each) for name, case in PIPELINED.items() for each in settings_of(case)),
+        *(training(name, "a parallelized model") for name in ("blocks", "batch normalization")),
+    ],
 )
 def test_trained_as_by_one_device(name: str, setting: str, devices: list[str]) -> None:
     case = PIPELINED[name]
@@ -87,14 +88,10 @@ class Weighted(keras.losses.Loss):
         return tf.reduce_mean((y["a"] - outputs) ** 2, -1) + tf.reduce_mean(y["b"], -1)
 
 
-CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
-    "nest": (dense_four, x, {"a": x, "b": x}, Weighted(), {}),
-    "steps, ignored labels": (of_steps, steps, np.stack([labels, labels[::-1]], 1), IGNORING, {}),
-    "masks, losses": (
-        lambda: ids_masked(dense(), AddsLosses(), dense()), ids, np.ones([7, 4, 4], "f"), "mse", {"added_losses": "mean"}),
-    "lookups": (lambda: chain(LooksUp(), dense(), dense(), dense()), x, x, "mse", {}),
-}  # fmt: skip
-"""A model, rows, targets, a loss, and options of the pipeline."""
+VALUES = {
+    "nest": pipelined.case(dense_four, Weighted(), {"a": Y, "b": Y}),
+    **{name: PIPELINED[name] for name in ("steps, ignored labels", "state and losses of masked steps", "lookups")},
+}
 
 
 def of_tape(function: Callable[[], Any], variables: Any) -> tuple[Any, Any]:
@@ -109,21 +106,20 @@ def of_tape(function: Callable[[], Any], variables: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
 @pytest.mark.parametrize("where", ["eager", "tf.function", "unknown rows"])
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(each, marks=[pytest.mark.private("adding gradients")] * (each == "lookups")) for each in CASES],
+    "name",
+    [pytest.param(name, marks=[pytest.mark.private("adding gradients")] * (name == "lookups")) for name in VALUES],
 )
 def test_the_loss_and_gradients_of_one_device(
-    case: str, setting: str, where: str, weighted: bool, devices: list[str]
+    name: str, setting: str, where: str, weighted: bool, devices: list[str]
 ) -> None:
-    make, rows, targets, loss, options = CASES[case]
-    model = make()
+    case = VALUES[name]
+    model = case.made()
     if (setting, len(devices)) == ("replicas", 3):
         pytest.skip("not applicable: too few devices")
-    pipe, _ = piped(model, setting, devices, loss=loss, **options)
-    data = tf.nest.map_structure(tf.constant, (rows, targets))
-    of_elements = case.startswith(("steps", "masks"))  # Keras does not align weights [rows] with them
-    if weighted:
-        data = (*data, tf.constant(weights[:, None] if of_elements else weights))
+    pipe, _ = piped(model, setting, devices, loss=case.compile().get("loss", "mse"), **case.options)
+    data = tf.nest.map_structure(tf.constant, (case.data["x"], case.data["y"]))
+    if weighted:  # Keras does not align weights [rows] with those of steps
+        data = (*data, tf.constant(WEIGHTS[:, None] if "steps" in name else WEIGHTS))
     specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), data)
     step = {
         "eager": pipe.value_and_gradients,
@@ -390,13 +386,6 @@ def test_the_report_shows_the_schedule(setting: str, trains: bool, devices: list
         assert all(one.finished_seconds <= other.started_seconds for one, other in pairwise(own))
     report.plot(tmp_path / "schedule.png")
     assert (tmp_path / "schedule.png").stat().st_size
-
-
-@pytest.mark.parametrize(("loss", "microbatches"), [(keras.losses.Dice(axis=(1,)), 3), (contrastive, 1)])
-def test_losses_of_one_row_or_one_microbatch(loss: Any, microbatches: int, devices: list[str]) -> None:
-    """`Dice` has a loss for each row if its axis is that of a row."""
-    pipe = Pipeline([tf.abs, tf.square], devices, microbatches, loss=loss)
-    assert_close(pipe.value_and_gradients(x, x[::-1] ** 2)[0], tf.reduce_mean(loss(x[::-1] ** 2, x**2)))
 
 
 def test_a_loss_may_compare_rows_of_one_microbatch() -> None:
