@@ -26,7 +26,7 @@ import devicemap
 from devicemap import Reducer
 from devicemap.bench.measurements import BenchmarkResult, Measurement
 from devicemap.compile.random import random_states
-from devicemap.errors import DeviceMapError, FunctionError, UnknownOptionError
+from devicemap.errors import OTHER_ROW_COUNT, DeviceMapError, FunctionError, UnknownOptionError
 from devicemap.ray.actors import columns_of
 from devicemap.store.encoding import describe_nest
 from devicemap.types import Device
@@ -488,7 +488,7 @@ CHANGING = {
     r"failed on rows? \d+( to \d+)?": "failed on row N",
     r"on CPU:\d": "on CPU:N",
     r"\[\d\] \[\d\]\.": "[N] [N].",
-    r"\w+Error: .*(?=XLA lacks)": "... ",
+    r"(?<=: )\w+Error: .*(?=XLA lacks)": "... ",
     r"line \d+": "line N",
     "0x[0-9a-f]+": "0x...",
     "there is CPU:0, .*": "there is CPU:0, ...",
@@ -520,7 +520,8 @@ def _without_foreign_words(error: DeviceMapError) -> str:
     if "could not be traced" in said:
         assert type(cause) in type(error).__mro__
         said = said.partition(f": {type(cause).__name__}: ")[0]
-    if cause is not None and str(cause) and not type(cause).__module__.startswith("devicemap"):
+    own = type(cause).__module__.startswith("devicemap") or OTHER_ROW_COUNT in str(cause)
+    if cause is not None and str(cause) and not own:
         said = said.replace(str(cause)[:500], "...")
     assert "failed on" in said or getattr(error, "shards", ()) == ()
     return f"{kind}: {said}"

@@ -90,7 +90,8 @@ def check_row_counts(results: Sequence[Any], rows: int, reduced: bool) -> None:
     counts = [leaf.shape[0] if leaf.shape.rank else 0 for leaf in results]
     for count in results[-1].numpy() if reduced else counts:
         if count != rows:
-            raise tf.errors.InvalidArgumentError(None, None, f"{_other_rows(_OF_BATCHES)} [{count}] [{rows}]")
+            message = f"assertion failed: [{_other_rows(_OF_BATCHES)}] [{count}] [{rows}]"
+            raise tf.errors.InvalidArgumentError(None, None, message)
 
 
 def _other_rows(name: str) -> str:
