@@ -339,19 +339,6 @@ class InTurn(keras.Model):
         return {"cost": losses[1], "missing": sum(float(20**i * count) for i, count in enumerate(missing))}
 
 
-def two_heads() -> keras.Model:
-    given = keras.Input([6])
-    return keras.Model(given, [layers.Dense(2, "tanh")(given), layers.Dense(2)(given)])
-
-
-def sloping(model: Any, x: Any, y: Any) -> Any:
-    """One output is trained by its slopes, and another by its values."""
-    with tf.GradientTape() as inner:
-        inner.watch(x)
-        tanh, values = model.heads(x)
-    return tf.reduce_mean((values - y) ** 2) + tf.reduce_mean(inner.gradient(tanh, x) ** 2)
-
-
 class Centred(layers.Layer):
     """Adds a loss, and returns nothing."""
 
@@ -471,7 +458,6 @@ MODELS = {
     ),
     "inconstant": case(Inconstant, options=ADDED_MEANS),
     "in turn": case(InTurn, options=ADDED_MEANS),
-    "sloping": case(stepping(sloping, heads=two_heads)),
     "transitions": case(
         stepping(transitions, values=lambda: dense(8, 3), centred=Centred),
         data={"x": TRANSITIONS, "batch_size": None},
