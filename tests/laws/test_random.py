@@ -114,7 +114,7 @@ One device draws all numbers of what was traced before, because its seeds cannot
 TRACED_AGAIN = pytest.mark.private("tracing functions again, with other seeds")
 
 
-@pytest.mark.in_ci(8)
+@pytest.mark.in_ci(6)
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize(
