@@ -33,13 +33,12 @@ class CallSpec:
     empty_shards: bool = False
     """Whether a shard may have no rows. Its device is then not called."""
 
-    static_rows: bool = False
-    """Whether a shard is known to have one row, or is the only one, whose number of rows Grappler knows."""
-
     @classmethod
-    def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradient_order: int = 0, **rest: bool) -> CallSpec:
+    def of_shards(
+        cls, shards: int, engine: Engine = Engine.GRAPH, gradient_order: int = 0, empty_shards: bool = False
+    ) -> CallSpec:
         """Return the spec of a graph with a shard for each of the first slots."""
-        return cls(tuple(range(shards)), engine, gradient_order, **rest)
+        return cls(tuple(range(shards)), engine, gradient_order, empty_shards)
 
     @property
     def differentiable(self) -> bool:

@@ -74,12 +74,9 @@ class CallGraphBuilder:
         captured = [capture.device for capture in self.traced.captures if capture.dtype == tf.resource]
         if self.spec.differentiable and audit.loops and len({*map(kind_of, [*captured, *self.slots])}) > 1:
             return False
-        # In an inlined graph, Grappler's constant folding makes gradients of vectorised loops fail
-        # (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
-        would_be_folded = self.spec.static_rows and self.traced.vectorized and audit.loops
         reads_too_late = self.uses_resources and not exports_control_outputs()
         # Inlining side effects would add control edges between all devices.
-        return would_be_folded or audit.has_side_effects or reads_too_late
+        return audit.has_side_effects or reads_too_late
 
     @property
     def returns_early(self) -> bool:

@@ -170,8 +170,7 @@ def call_in_function(program: Program, rows: Rows) -> Any:
         slots = 1 if in_xla_context() else len(compiled.slots)  # XLA compiles all shards for one device
         if rows.count:
             shards, sizes = compiled.shards(rows.count, slots)
-            static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
-            spec = CallSpec.of_shards(len(shards), engine, ANY_ORDER, static_rows=static_rows)
+            spec = CallSpec.of_shards(len(shards), engine, ANY_ORDER)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
             spec = CallSpec.of_shards(slots, engine, ANY_ORDER, empty_shards=True)
             sizes = sizes_in_graph(count, slots)
