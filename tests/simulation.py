@@ -55,10 +55,11 @@ class SimulatedCall(Call):
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()  # of functions to call at the same time
         self._queues: dict[str, SimpleQueue[QueuedChunk | None]] = {}
-        runners = [
-            Runner(name, partial(partial, self._compute, name), each.in_flight) for name, each in devices.items()
-        ]
-        self.scheduler = Scheduler(self, source, runners, measured or {})
+        self._runners = {
+            name: Runner(name, lambda name=name: partial(self._compute, name), device.in_flight)
+            for name, device in devices.items()
+        }
+        self.scheduler = Scheduler(self, source, [*self._runners.values()], measured or {})
 
     def now(self) -> float:
         return self.time
@@ -121,7 +122,7 @@ class SimulatedCall(Call):
         queue.put(queued)
         queue.put(None)
         self._end, self.time = self.time, began
-        run_worker(self, Runner(name, lambda: partial(self._compute, name), 1), queue)
+        run_worker(self, self._runners[name], queue)
         self.time = self._end
         self.devices[name].running.remove(queued)
 

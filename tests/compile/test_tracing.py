@@ -58,12 +58,13 @@ def test_a_new_dtype_rank_or_inner_shape_is_one_more() -> None:
     assert fn.count == 4
 
 
-def test_parallel_map_remembers_its_function() -> None:
-    fn = Counter(lambda row: row * 2)
-    for devices, traces in ((TWO, 1), (["CPU:1"], 2)):
-        for rows in (20, 1, 20):
-            devicemap.parallel_map(fn, X[:rows], devices=devices)
-        assert fn.count == traces
+def test_parallel_map_and_parallel_reduce_remember_their_function() -> None:
+    for call in (devicemap.parallel_map, partial(devicemap.parallel_reduce, reducer="sum")):
+        fn = Counter(lambda row: row * 2)
+        for devices, traces in ((TWO, 1), (["CPU:1"], 2)):
+            for rows in (20, 1, 20):
+                call(fn, X[:rows], devices=devices)
+            assert fn.count == traces
     devicemap.parallel_map(tf.sin, X, batch_size=1)
     with pytest.raises(devicemap.errors.OptionError, match="batch_size=True"):  # which equals 1
         devicemap.parallel_map(tf.sin, X, batch_size=True)

@@ -12,7 +12,6 @@ import tensorflow as tf
 from cases import CASES, ROWS, Case
 from graphs import between_devices, partitions
 from oracle import assert_same, gradients_of
-from ways import Counter
 
 from devicemap import DeviceMap, Reducer, parallel_reduce
 from devicemap._tensorflow.calls import Cancellation
@@ -214,13 +213,6 @@ def test_gradients_are_those_of_one_device(batched: bool, devices: list[str]) ->
         in_a_graph = tf.function(lambda: gradients_of(reduce, data, variable))
         for got in (gradients_of(reduce, data, variable), in_a_graph()):
             assert_same(got, wanted, rtol=1e-4)
-
-
-def test_traced_once_for_all_calls() -> None:
-    fn = Counter()
-    for rows in (3, 30, 7):
-        parallel_reduce(fn, tf.ones([rows]), "sum", devices=TWO)
-    assert fn.count == 1
 
 
 def test_a_merge_that_fails_ends_the_call(no_thread_stays: None) -> None:
