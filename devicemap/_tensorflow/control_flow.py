@@ -27,6 +27,8 @@ def refuse_call(given: Any) -> Any:
 
 def convert_branches(given: Any) -> list[Any]:
     """Convert `tf.cond` and `tf.switch_case`. An index out of range selects the last branch, as TensorFlow does."""
+    if not given.op.outputs:
+        raise NotVectorizableError("fn has a branch without results")
     if "branches" in given.op.node_def.attr:
         names = given.get_attr("branches")
     else:

@@ -184,7 +184,7 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
         if key in inputs or not _may_have_gradient(key.deref().dtype):
             return []
         if name not in functions:
-            return [each.ref() for each in op.inputs] if _has_gradient(op) else []
+            return [each.ref() for each in op.inputs] if has_gradient(op) else []
         if name not in known:
             known[name] = _sources(functions[name], known)
         return [op.inputs[i].ref() for i in known[name][key.deref().value_index]]
@@ -197,7 +197,7 @@ _WITHOUT_GRADIENT = frozenset("Ceil Floor FloorDiv Rint Round StopGradient Trunc
 
 
 @with_fallback(lambda op: True, _registry)
-def _has_gradient(op: Any) -> bool:
+def has_gradient(op: Any) -> bool:
     """Whether a gradient may go through an op. The fallback is that it does."""
     try:
         return op.type not in _WITHOUT_GRADIENT and _registry.get_gradient_function(op) is not None

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import reachable
+from devicemap._tensorflow.gradient_links import has_gradient
 from devicemap._tensorflow.pfor import NotVectorizableError, convert_op, run_again, set_shape, wrap_stacked
 from devicemap.compile.flat_graph import FlatGraph, Node
 from devicemap.compile.row_loop import row_by_row
@@ -71,6 +72,7 @@ class Conversion:
         needed = {*reachable(returned, lambda node: node.before)}
         left = [node for node in flat.nodes if node in needed]
         self._vectorizer.ops |= {node.op for node in left}
+        self._differentiated = {*reachable(outputs, _differentiable_inputs)}
         self._used = {*outputs, *(each for node in left for each in node.inputs)}
         while left or not all(each in self._results for each in outputs):
             remaining = [node for node in left if not self._add(node)]
@@ -89,7 +91,8 @@ class Conversion:
         reason = self._reason_to_wait(node)
         if not reason and any(each in self._waiting for each, _ in node.inputs):
             reason = self._vectorizer.refusal(node.op)
-        if not reason and any(each in self._waiting for each in node.before):
+        # Nodes that wait have no effects, so that others need not wait for those whose results are never stacked.
+        if not reason and any(each in self._waiting and is_stackable(each.op) for each in node.before):
             return False
         if reason:
             self._wait(node, reason)
@@ -168,7 +171,8 @@ class Conversion:
                 with tf.control_dependencies(before):
                     results = run_again(node.op, [tensors[key] for key in node.inputs])
                 tensors |= {(node, index): result for index, result in enumerate(results)}
-            return [tensors[each] for each in wanted]
+            # TensorFlow computes the gradient of each array of a loop, of zeros if there is none.
+            return [tensors[key] if key in self._differentiated else tf.stop_gradient(tensors[key]) for key in wanted]
 
         like = [node.op.outputs[index] for node, index in wanted]
         outside = [each for node in nodes for each in node.control_inputs if each not in nodes]
@@ -184,7 +188,15 @@ class Conversion:
 
     def _ends_of(self, nodes: Iterable[Node]) -> list[Any]:
         """Return ops after which these nodes have run."""
-        return [*dict.fromkeys(end for node in nodes for end in self._ends[node])]
+        return [*dict.fromkeys(end for node in nodes for end in self._ends.get(node, ()))]
+
+
+def _differentiable_inputs(key: tuple[Node, int]) -> list[tuple[Node, int]]:
+    """Return the inputs to which the gradient of a result may go."""
+    node, index = key
+    dtype = node.op.outputs[index].dtype
+    passes = dtype.is_floating or dtype.is_complex or dtype in (tf.variant, tf.resource)
+    return node.inputs if passes and has_gradient(node.op) else []
 
 
 def is_stackable(op: Any) -> bool:

@@ -214,7 +214,7 @@ def is_control_flow(op: Any) -> bool:
 def runs_row_by_row(op: Any) -> bool:
     """Whether an op can run row by row inside a vectorised function."""
     # Python calls wait for each other, and an op with a seed draws its numbers in the order of its runs.
-    if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
+    if op.type in ("Merge", "PyFuncStateless", "Switch") or "seed" in op.node_def.attr:
         return False
     state = {each.dtype for each in (*op.inputs, *op.outputs)} & {tf.variant, tf.resource}
     return bool(op.outputs) and not (state or op.op_def.is_stateful or is_control_flow(op))

@@ -113,7 +113,7 @@ def run_graph(
             else:
                 results, end_times = compiled.run(graph, (sizes, *leaves), count)
         except tf.errors.OpError as error:  # signal handlers raise other errors
-            if raise_out_of_memory and is_out_of_memory(error):
+            if not shards or (raise_out_of_memory and is_out_of_memory(error)):
                 raise
             _raise_located(program, error, compiled, leaves, shards, time.perf_counter() - began)
         if count:

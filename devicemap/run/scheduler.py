@@ -141,7 +141,7 @@ class Scheduler:
         for queued in self._retries:
             tried = {shard.device for shard in queued.tried}
             untried = [name for name in self._alive if name not in tried] or self._alive
-            if free := self._with_room(untried):
+            if free := self._with_room(untried) or (self._with_room(self._alive) if self._call.are_tasks else []):
                 self._retries.remove(queued)
                 self._send(free[0], queued)
                 return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import retracing
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moving_averages_of, replacing_moments, tf_variable
@@ -58,7 +59,7 @@ class CallAnalysis:
         self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
         norms, scope, normalizing = batch_norms_of(forward.model), CallScope(), list[Any]()
-        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
+        dense, replaced = all(isinstance(leaf, tf.Tensor) for leaf in given.rows), norms if synchronized else []
 
         def moments(norm: Any, mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
             normalizing.append(norm)
@@ -67,7 +68,7 @@ class CallAnalysis:
         @tf.function(autograph=False)
         def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
             args, kwargs = given.with_rows(leaves)
-            with given.calls.continued(), scope, replacing_moments(norms if synchronized else [], moments):
+            with given.calls.continued(), scope, retracing(object()), replacing_moments(replaced, moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._trace_rows)
@@ -92,13 +93,17 @@ class CallAnalysis:
         """Whether ops keep state for each trace, so that each device needs a trace of its own."""
         _check(concrete, found, layer.name, synchronizes=synchronizes, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
-        own = {id(variable) for variable in layer.variables}
-        known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
-        if _reason_against_values(concrete):  # their gradients would be lost
-            known = [*filter(is_seed, known)]
+        read = {id(handle) for handle in concrete.captured_inputs}
+        own = [*layer.variables, *(v for v in forward.variables if id(tf_variable(v).handle) in read)]
+        lost = _read_in_custom_gradients(concrete)  # of which values would have no gradient
+        used = {id(variable) for variable in own if id(tf_variable(variable).handle) not in lost}
+        known = [v for v in forward.variables if id(v) in (drawn if is_seed(v) else used)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
-        """The variables of which devices get values: those of the layer, and the seeds from which it draws, such as Keras's
-        global seed."""
+        """The variables of which devices get values: those of the layer, those of other layers that it reads, and the seeds
+        from which it draws, such as Keras's global seed."""
+        sent = {id(tf_variable(variable).handle) for variable in self.variables}
+        captures = [each for each in concrete.captured_inputs if each.dtype == tf.resource and id(each) not in sent]
+        _check_draws(concrete, layer.name, [tf_variable(variable).handle for variable in drawn.values()])
         self._difference: str | None = None
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1:
@@ -108,7 +113,7 @@ class CallAnalysis:
         self.lookups: dict[int, Lookups] = {}
         """The lookups in trained variables, by identity of the latter."""
         if len(forward.devices) > 1 or runs_again:
-            self.lookups = _lookups(concrete, layer, [*drawn.values()], self._trace_rows)
+            self.lookups = _lookups(concrete, self.variables, [*drawn.values()], self._trace_rows)
         self._shapes = [spec.shape for spec in outputs] if dense else []
         dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
         sources = sources_of_gradients(concrete) if dense else []
@@ -117,6 +122,8 @@ class CallAnalysis:
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
         self.not_for_xla = _reason_against_xla(found, dense, synchronizes=synchronizes, runs_again=runs_again)
+        if captures and len(forward.devices) > 1:
+            self.not_for_xla = self.not_for_xla or "it reads a variable or a table of another device"
         """The reason why XLA does not compile the call, or `None`."""
         watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
         once = runs_again or (forward.model.jit_compile and self.not_for_xla is None)
@@ -189,8 +196,12 @@ def _check(concrete: Any, found: Audit, name: str, *, synchronizes: bool, runs_a
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if (synchronizes or runs_again) and (reason := _reason_against_values(concrete)):
-        raise failure(f"a layer of {name} {reason}")
+    if (synchronizes or runs_again) and _read_in_custom_gradients(concrete):
+        raise failure(
+            f"a layer of {name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which would lose "
+            "its gradient with synchronized batch normalization, accumulate or recompute; use recompute= instead, and "
+            "batch_norm='local'"
+        )
     calls = (op for op in ops_in(concrete) if op.type in CALLS)
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
@@ -199,32 +210,56 @@ def _check(concrete: Any, found: Audit, name: str, *, synchronizes: bool, runs_a
         )
 
 
-def _reason_against_values(concrete: Any) -> str | None:
-    """Return why variables would lose gradients that go to values that are read before, or `None`."""
+def _read_in_custom_gradients(concrete: Any) -> set[int]:
+    """Return the handles of the variables that custom gradients read, by identity: all, if they are in an inner function."""
+    handles, found = {tensor.ref(): id(handle) for handle, tensor in concrete.graph.captures}, set[int]()
     for op in ops_in(concrete):
-        custom = op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
-        if custom and any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for each in op.inputs):
-            return (
-                "reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which would lose its gradient "
-                "with synchronized batch normalization, accumulate or recompute; use recompute= instead, and "
-                "batch_norm='local'"
-            )
-    return None
+        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
+            for each in op.inputs:
+                tensor = each.op.inputs[0] if each.op.type == "ReadVariableOp" else each
+                if tensor.dtype == tf.resource:
+                    found |= {handles[tensor.ref()]} if tensor.ref() in handles else {*handles.values()}
+    return found
 
 
-def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
-    """Return the lookups in the trained variables of a layer, by identity."""
+def _check_draws(concrete: Any, name: str, seeds: Sequence[Any]) -> None:
+    """Refuse a `tf.function` that draws from one of these seeds in several calls: its trace has the numbers of one draw."""
+    keys = {id(seed) for seed in seeds}
+    inner = {tensor.ref() for seed, tensor in concrete.graph.captures if id(seed) in keys}
+    drawing = [
+        op for op in concrete.graph.get_operations() if op.type in CALLS and inner & {each.ref() for each in op.inputs}
+    ]
+    names = [op.get_attr("f").name for op in drawing]
+    if len({*names}) < len(names):
+        raise failure(
+            f"a layer of {name} draws random numbers in a tf.function that is called several times, which would draw the same "
+            "numbers in each call; remove the tf.function, because Keras compiles the whole step"
+        )
+
+
+def _lookups(concrete: Any, sent: Sequence[Any], seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
+    """Return the lookups in the trained variables of which values are sent, by identity."""
     known = lookups_in(concrete, [tf_variable(seed).handle for seed in seeds], rows)
-    found = {id(v): known.get(tf_variable(v).handle.ref(), Lookups.NONE) for v in layer.trainable_variables}
-    mixed = [variable.path for variable in layer.trainable_variables if found[id(variable)] is Lookups.MIXED]
+    trained = {tf_variable(v).handle.ref(): v for v in sent if v.trainable}
+    found = {id(variable): known.get(key, Lookups.NONE) for key, variable in trained.items()}
+    mixed = [variable.path for variable in trained.values() if found[id(variable)] is Lookups.MIXED]
     if mixed:
         raise mixed_lookups(mixed[0])
-    joined = [v.path for v in layer.trainable_variables if found[id(v)] not in (Lookups.NONE, Lookups.OF_ROWS)]
+    of_rows = Lookups.NONE, Lookups.OF_ROWS
+    joined = [v.path for v in trained.values() if found[id(v)] not in of_rows]
     if joined and not can_redirect_gradients():
         raise failure(
             f"{joined[0]} is looked up by indices that are the same for all rows, and with this version of TensorFlow its "
             "gradient would have other slices than that of one device; look it up for each row"
         )
+    for variable in concrete.graph.variables:  # of which each device looks up its own slices
+        key = variable.handle.ref()
+        if variable.trainable and key not in trained and known.get(key, Lookups.NONE) not in of_rows:
+            raise failure(
+                f"{variable.name} is looked up by indices that are the same for all rows, and its gradient would have slices "
+                "of each device, because it is no variable of a layer of the model, or is read in a tf.custom_gradient, "
+                "tf.recompute_grad or keras.remat; create it by add_weight, look it up for each row, or use recompute="
+            )
     return found
 
 

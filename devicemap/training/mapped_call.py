@@ -22,6 +22,7 @@ from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS,
     exports_control_outputs,
     keep_alive,
+    retracing,
     run_after,
     run_always,
     with_captures,
@@ -116,8 +117,7 @@ class MappedCall:
         rows = [self._paths.track(leaf, i) if i in inputs else leaf for i, leaf in enumerate(rows)]
         arguments = [count_rows(self._rows[0]), *rows]
         # Automatic control dependencies would run the calls of all devices one after another if one has a stateful op.
-        own = not self._analysis.inline and exports_control_outputs()
-        attributes = NO_AUTO_CONTROL_DEPS if own else None
+        attributes = NO_AUTO_CONTROL_DEPS if exports_control_outputs() else None
         function = tf.function(self._call_on_devices, autograph=False, experimental_attributes=attributes)
         return function.get_concrete_function(*arguments), arguments
 
@@ -164,8 +164,8 @@ class MappedCall:
                 of_devices = [function() for function in functions]
         results, counts = zip(*of_devices)
         graph = tf.compat.v1.get_default_graph()
-        if not self._analysis.inline:  # calls and assignments with effects, and reads before later assignments
-            run_always([op for op in graph.get_operations() if op.op_def.is_stateful and op.type != "Placeholder"])
+        # Calls and assignments with effects, and reads before later assignments.
+        run_always([op for op in graph.get_operations() if op.op_def.is_stateful and op.type != "Placeholder"])
         with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
             joined = self._join_shards(results)
             if counts[0]:
@@ -259,7 +259,8 @@ class MappedCall:
             return outputs if row_losses is None else (outputs, row_losses.of_rows(outputs, rows[len(given.rows) :]))
 
         scope = CallScope(overrides, given.losses)
-        with given.calls.continued():
+        # A tf.function of the layer would keep values and seeds of the first device or trace.
+        with given.calls.continued(), retracing(object()):
             tensors, others, spec = call_stateless(call, scope, self._state_variables, rows)
         for i, (_, of_rows, _) in enumerate(spec.losses):
             advice = "each device sees some of the rows; give parallelize"
