@@ -492,6 +492,33 @@ def checked(row: Any) -> Any:
         return tf.reduce_sum(kept) / tf.cast(tf.size(kept), tf.float32)
 
 
+def checked_twice(row: Any) -> Any:
+    """The second check waits for the first, in a function whose result is never stacked."""
+
+    @tf.function
+    def kept(row: Any) -> Any:
+        tf.debugging.assert_less(row, 99.0)
+        return positive(row)
+
+    found = kept(features(row))
+    tf.debugging.assert_less(tf.size(found), 7)
+    return tf.reduce_sum(found)
+
+
+def stopped(row: Any) -> Any:
+    """The logarithm of 0, of which the gradient of a list without a gradient would be 0 * inf."""
+    kept = tf.boolean_mask(row - tf.reduce_min(row), row > -9.0)
+    mean = tf.exp(tf.reduce_mean(tf.math.log(kept)))
+    return tf.reduce_sum(kept) * tf.stop_gradient(mean) + tf.reduce_sum(features(row))
+
+
+def spectrum(row: Any) -> Any:
+    """An op without a gradient, and one with a gradient, which share a loop."""
+    power = tf.raw_ops.AudioSpectrogram(input=row[:, None], window_size=4, stride=2)
+    crop = tf.image.crop_and_resize(tf.reshape(row, [1, 2, 3, 1]), [[0.1, 0.0, 0.8, 0.7]], [0], [2, 2])
+    return tf.reduce_sum(crop) * tf.stop_gradient(tf.reduce_mean(power)) + tf.reduce_sum(features(row))
+
+
 def two_results(image: Any) -> Any:
     """An op of which the first loop stacks one result, and the second one takes another."""
     moments = tf.raw_ops.FusedBatchNormGradV3(
@@ -525,6 +552,9 @@ PARTLY: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "cut twice": (cut_twice, SIXES, TOGETHER),
     "sliced": (sliced, SIXES, TOGETHER),
     "checked": (checked, SIXES, TOGETHER),
+    "checked twice": (checked_twice, SIXES, TOGETHER),
+    "a stopped logarithm": (stopped, SIXES, TOGETHER),
+    "no gradient of an op": (spectrum, SIXES, "these ops"),
     "two results": (two_results, SMALL_IMAGES, TOGETHER),
     "alone in a loop": (crop_in_loop, SMALL_IMAGES, f"{ALONE}CropAndResize has no vectorised form (`crop = tf.image."),
     "augmentation of a seed": (augmented, (PICTURES, integers(2, high=99)), f"{ALONE}StatelessRandomGetKeyCounter"),

@@ -415,6 +415,32 @@ class Twice(keras.Model):
         return {"cost": loss, "slope": other.gradient(loss, self.shifted.scale.value), "different": distinct}
 
 
+class Elsewhere(Stepping):
+    """A layer looks up rows of a table of the model, the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x, y: tf.reduce_mean((tf.reduce_sum(model.placed(x), 1, True) - y) ** 2))
+        self.table = self.add_weight(shape=[6], name="table", initializer="ones")
+        self.placed = layers.Lambda(lambda x: x * tf.gather(tf.convert_to_tensor(self.table), [0, 1, 1, 5, 5, 3]))
+
+
+def two_outputs() -> keras.Model:
+    inputs = keras.Input([6])
+    return keras.Model(inputs, [layers.Dense(3, "tanh")(inputs), layers.Dense(2, "tanh")(inputs)])
+
+
+def penalty(model: Any, x: Any, y: Any) -> Any:
+    """The loss of one output, and the size of the gradient of the other."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        one, other = model.net(x)
+    return tf.reduce_mean(tape.gradient(one, x) ** 2) + tf.reduce_mean((other - y) ** 2)
+
+
+def eagerly() -> dict[str, Any]:
+    return {"optimizer": keras.optimizers.SGD(0.5), "run_eagerly": True}
+
+
 TRANSITIONS = tf.data.Dataset.from_tensor_slices((X, np.arange(len(X)) % 3, X[:, 0], X[::-1])).batch(11)
 NOISE = {"x": X, "y": np.cos(13 * Y)}
 ADDED_MEANS = {"added_losses": "mean"}
@@ -466,4 +492,6 @@ MODELS = {
     "calls in a step": case(Twice, options=ADDED_MEANS),
     "calls in a step, normalized": case(lambda: Twice(layers.BatchNormalization()), options=ADDED_MEANS),
     "variables that are not Keras's own": case(Untracked),
+    "a table of the model": case(Elsewhere, compile=using("SGD", 0.1, clipnorm=0.05)),
+    "gradients of one of two outputs, eagerly": case(stepping(penalty, net=two_outputs), compile=eagerly),
 }

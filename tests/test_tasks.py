@@ -96,6 +96,22 @@ def test_skipped_errors_take_the_place_of_results(devices: list[str]) -> None:
     assert [event.shard.start for event in events if isinstance(event, RowFailed)] == [1]
 
 
+def test_a_retry_does_not_wait_for_a_busy_device() -> None:
+    """The device that failed is idle, and the other one is busy until the retry ends."""
+    retried, calls = threading.Event(), Counter[int]()
+
+    def task(item: int) -> bool:
+        calls[item] += 1
+        if item == 0:
+            return retried.wait(30)
+        if calls[item] == 1:
+            raise OSError("busy")
+        retried.set()
+        return True
+
+    assert devicemap.parallel_tasks(task, range(2), devices=["CPU:1", "CPU:2"], max_retries=1) == [True, True]
+
+
 def test_retries_and_events() -> None:
     calls, events = Counter[int](), []
 

@@ -118,6 +118,23 @@ class LooksUp(layers.Layer):
         return x * tf.add_n([tf.reduce_sum(each, 1) * tf.ones_like(x) for each in found]) + distinct
 
 
+class Traced(layers.Layer):
+    """Its `call` is a `tf.function`, which keeps its traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(5, "tanh")
+        self.dense.build([None, 6])
+
+    @tf.function
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return self.dense(x)
+
+
+def checks() -> layers.Layer:
+    return layers.Lambda(lambda x: tf.debugging.check_numerics(x, "not a number"))
+
+
 class Applies(layers.Layer):
     """Applies a function of its input and a weight."""
 
@@ -378,6 +395,9 @@ CASES = {
         {"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]},
     ),
     "lookups": Case(lambda: sequential(LooksUp()), using("Adagrad", 0.1), forward=False),
+    "lookups, weights in recompute_grad": Case(
+        lambda: sequential(LooksUp(), Applies(recomputed, [6, 6])), using("Adagrad", 0.1), forward=False
+    ),
     "lookups, batch normalization": Case(lambda: normalized(LooksUp()), using("Adagrad", 0.1), forward=False),
     "lookups, loop, clipnorm": Case(
         lambda: sequential(LooksUp(), layers.Reshape([3, 2]), layers.SimpleRNN(3)),
@@ -417,6 +437,7 @@ CASES = {
     "every layer": Case(every_layer, using("AdamW", 0.01, epsilon=1e-2, global_clipnorm=0.5)),
     "trained weights that a layer changes": Case(lambda: sequential(Applies(decaying), layers.Dense(4))),
     "weights in a tf.function": Case(lambda: sequential(Applies(by_function, [6, 6]))),
+    "a call that is a tf.function": Case(lambda: sequential(Traced())),
     "weights in recompute_grad": Case(lambda: sequential(Applies(recomputed, [6, 6]))),
     "tensors assigned to a recomputed layer": Case(
         lambda: sequential(Scaling()), forward=False, options={"recompute": ["scaled"]}
@@ -429,6 +450,9 @@ CASES = {
     "a loss that changes what it uses": Case(Relative),
     "complex values": Case(lambda: sequential(Applies(spectrum, [6, 8]), layers.Lambda(tf.abs)), forward=False),
     "batch normalization": Case(normalized, using("Adam", 0.01, epsilon=1e-3)),
+    "batch normalization, checks": Case(
+        lambda: sequential(checks(), layers.BatchNormalization(momentum=0.8), checks(), layers.Dense(4, "tanh"))
+    ),
     "batch normalization, nested, adding losses": Case(nested, options={"added_losses": "mean"}),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
     "batch normalization, masked, of one channel": Case(lambda: masked_normalization(1), data=WORDS_DATA),

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private
+from devicemap._tensorflow.functions import retracing
 from devicemap._tensorflow.keras import layers_of, replacing
 
 _variables = Private("keras.src.backend.common.variables", "AutocastScope")
@@ -97,14 +98,18 @@ class RunningCalls:
 
     @contextlib.contextmanager
     def continued(self) -> Iterator[None]:
-        """Return a context for a run, in which Keras has the state of the thread that made this object."""
+        """Return a context for a run, in which Keras has the state of the thread that made this object.
+
+        The `tf.function`s of the layer are traced again, because a trace keeps values and seeds of the run that made it.
+        """
         own = vars(self._state)
         changing = ["current_call_ctx", *(name for name, value in self._of_caller.items() if isinstance(value, list))]
         before = {name: own.get(name) for name in changing}
         own |= self._of_caller | {name: copy.copy(self._of_caller.get(name)) for name in changing}
         own["current_call_ctx"] = call = copy.copy(self._begin)
         try:
-            yield
+            with retracing(object()):
+                yield
         finally:
             own |= before
             self._end = call

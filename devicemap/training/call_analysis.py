@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import retracing
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moving_averages_of, replacing_moments, tf_variable
@@ -59,7 +58,7 @@ class CallAnalysis:
         self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
         norms, scope, normalizing = batch_norms_of(forward.model), CallScope(), list[Any]()
-        dense, replaced = all(isinstance(leaf, tf.Tensor) for leaf in given.rows), norms if synchronized else []
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
 
         def moments(norm: Any, mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
             normalizing.append(norm)
@@ -68,7 +67,7 @@ class CallAnalysis:
         @tf.function(autograph=False)
         def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
             args, kwargs = given.with_rows(leaves)
-            with given.calls.continued(), scope, retracing(object()), replacing_moments(replaced, moments):
+            with given.calls.continued(), scope, replacing_moments(norms if synchronized else [], moments):
                 results = layer.call(*args, **kwargs)
             if row_losses is not None:
                 row_losses.find(results, leaves[len(given.rows) :], self._trace_rows)

@@ -22,7 +22,6 @@ from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS,
     exports_control_outputs,
     keep_alive,
-    retracing,
     run_after,
     run_always,
     with_captures,
@@ -259,8 +258,7 @@ class MappedCall:
             return outputs if row_losses is None else (outputs, row_losses.of_rows(outputs, rows[len(given.rows) :]))
 
         scope = CallScope(overrides, given.losses)
-        # A tf.function of the layer would keep values and seeds of the first device or trace.
-        with given.calls.continued(), retracing(object()):
+        with given.calls.continued():
             tensors, others, spec = call_stateless(call, scope, self._state_variables, rows)
         for i, (_, of_rows, _) in enumerate(spec.losses):
             advice = "each device sees some of the rows; give parallelize"

@@ -68,6 +68,31 @@ def test_devices_draw_other_numbers_under_several_tapes(draw: Any, devices: list
     assert history["different"] == [12]
 
 
+class Dropping(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = layers.Dropout(0.5)
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return self.drop(x, training=True)
+
+
+def test_devices_draw_other_numbers_in_a_function_of_a_layer(devices: list[str]) -> None:
+    """Its trace must not keep the seed of the first device, and cannot have those of two calls."""
+    dropping, rows = Dropping(), np.ones([len(devices), 64], "f")
+    for repeats in 1, 2:
+        model = keras.Sequential([keras.Input([64]), *[dropping] * repeats])
+        model.compile(jit_compile=False)
+        devicemap.parallelize(model, devices)
+        if repeats == 1:
+            found = [model.predict_on_batch(rows) for _ in range(3)]
+            assert len(np.unique(np.concatenate(found), axis=0)) == 3 * len(devices)
+        else:
+            with pytest.raises(FunctionError, match=r"draws .* in a tf\.function that is called several"):
+                model.predict_on_batch(rows)
+
+
 def test_several_tapes_multiply_no_functions(devices: list[str]) -> None:
     """For each gradient of a function, TensorFlow would differentiate the functions that it calls again."""
 

@@ -84,7 +84,8 @@ TAPES = [
 @pytest.mark.parametrize(("vectorize", "place"), TAPES)
 def test_gradients_are_those_of_single_rows(devices: list[str], field: str, place: str, vectorize: Any) -> None:
     """Gradients that are not finite for the row are not compared."""
-    fn, data = _all_of([*FIELDS[field]])
+    # TensorFlow's kernel of batch normalization returns another shape than a loop keeps for its gradient.
+    fn, data = _all_of([name for name in FIELDS[field] if vectorize or name != "two results"])
     mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)
     take = lambda call, data: gradients_of(call, data, functions.VARIABLES)
     found = PLACES[place](take, mapper, data)

@@ -39,7 +39,8 @@ IN_CI = {
     "class weights, accumulated", "added sums", "subclassed, validation, several steps per execution", "lookups",
     "batch normalization", "batch normalization of few rows", "tensors assigned to a recomputed layer",
     "inherited training mode, normalized", "inherited training mode, recomputed", "trained weights that a layer changes",
-    "weights in a tf.function", "weights in recompute_grad",
+    "weights in a tf.function", "weights in recompute_grad", "a call that is a tf.function", "batch normalization, checks",
+    "lookups, weights in recompute_grad",
 }  # fmt: skip
 FRUGALLY_IN_CI = {"complex values", "inherited training mode", "tied weights, moving average of weights"}
 FRUGALLY_TRAINED = FRUGALLY_IN_CI | {
@@ -528,6 +529,7 @@ def test_losses_of_rows_are_computed_where_the_rows_are() -> None:
         ("batch normalization", {}, "synchronized batch normalization"),
         pytest.param("masks, gradients of slices", {}, "a loop", marks=pytest.mark.nightly),
         ("momentum, clipnorm", {"recompute": True}, "recompute"),
+        ("weights in recompute_grad", {}, "of another device"),
     ],
 )
 def test_a_warning_says_where_xla_does_not_compile(
