@@ -26,13 +26,15 @@ LIKE_OTHERS = "adversarial", "opposed", "smooth", "variational autoencoder", "di
 """Another test trains these, or their steps call layers as those of other models do."""
 
 NONE = pytest.mark.private("a gradient of None, and not of zeros, for what unused outputs depend on")
+ADDED = pytest.mark.private("adding gradients on the devices of variables")
 TRAININGS = [
     *(
         pytest.param(name, {}, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS))
         for name in MODELS
-        if name != "in turn"
+        if name not in ("in turn", "a table of the model")
     ),
     pytest.param("in turn", {}, marks=NONE),
+    pytest.param("a table of the model", {}, marks=ADDED),
     ("two forward passes", {"recompute": True}),
     ("variables that are not Keras's own", {"recompute": True}),
     ("distillation", {"accumulate": 2, "batch_norm": "local"}),
@@ -78,6 +80,7 @@ class Dropping(keras.layers.Layer):
         return self.drop(x, training=True)
 
 
+@pytest.mark.private("tracing functions again")
 def test_devices_draw_other_numbers_in_a_function_of_a_layer(devices: list[str]) -> None:
     """Its trace must not keep the seed of the first device, and cannot have those of two calls."""
     dropping, rows = Dropping(), np.ones([len(devices), 64], "f")

@@ -42,6 +42,7 @@ IN_CI = {
     "weights in a tf.function", "weights in recompute_grad", "a call that is a tf.function", "batch normalization, checks",
     "lookups, weights in recompute_grad",
 }  # fmt: skip
+NEEDS_OWN_TRACES = {"a call that is a tf.function", "batch normalization, checks"}
 FRUGALLY_IN_CI = {"complex values", "inherited training mode", "tied weights, moving average of weights"}
 FRUGALLY_TRAINED = FRUGALLY_IN_CI | {
     "added sums", "outputs in a dict", "weights changed in a step that uses them", "lookups", "masks, gradients of slices",
@@ -51,7 +52,9 @@ FRUGALLY_TRAINED = FRUGALLY_IN_CI | {
 
 def training(name: str, options: dict[str, Any], in_ci: bool) -> Any:
     added = pytest.mark.private("adding gradients on the devices of variables")
-    return pytest.param(name, options, marks=[added] * ("lookups" in name) + [pytest.mark.nightly] * (not in_ci))
+    again = pytest.mark.private("tracing functions again, and calls without automatic control dependencies")
+    marks = [added] * ("lookups" in name) + [again] * (name in NEEDS_OWN_TRACES) + [pytest.mark.nightly] * (not in_ci)
+    return pytest.param(name, options, marks=marks)
 
 
 TRAININGS = [
