@@ -101,7 +101,7 @@ class CallAnalysis:
         """The variables of which devices get values: those of the layer, those of other layers that it reads, and the seeds
         from which it draws, such as Keras's global seed."""
         sent = {id(tf_variable(variable).handle) for variable in self.variables}
-        captures = [each for each in concrete.captured_inputs if each.dtype == tf.resource and id(each) not in sent]
+        resources = {id(each) for each in concrete.captured_inputs if each.dtype == tf.resource}
         _check_draws(concrete, layer.name, [tf_variable(variable).handle for variable in drawn.values()])
         self._difference: str | None = None
         """How outputs differ from those of one device."""
@@ -120,9 +120,10 @@ class CallAnalysis:
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
         self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        self.not_for_xla = _reason_against_xla(found, dense, synchronizes=synchronizes, runs_again=runs_again)
-        if captures and len(forward.devices) > 1:
-            self.not_for_xla = self.not_for_xla or "it reads a variable or a table of another device"
+        reads_others = not resources <= sent and len(forward.devices) > 1
+        self.not_for_xla = _reason_against_xla(
+            found, dense, reads_others, synchronizes=synchronizes, runs_again=runs_again
+        )
         """The reason why XLA does not compile the call, or `None`."""
         watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
         once = runs_again or (forward.model.jit_compile and self.not_for_xla is None)
@@ -262,7 +263,9 @@ def _lookups(concrete: Any, sent: Sequence[Any], seeds: Sequence[Any], rows: int
     return found
 
 
-def _reason_against_xla(found: Audit, dense: bool, *, synchronizes: bool, runs_again: bool) -> str | None:
+def _reason_against_xla(
+    found: Audit, dense: bool, reads_others: bool, *, synchronizes: bool, runs_again: bool
+) -> str | None:
     if synchronizes:
         return "synchronized batch normalization exchanges values between devices"
     if runs_again:
@@ -271,6 +274,8 @@ def _reason_against_xla(found: Audit, dense: bool, *, synchronizes: bool, runs_a
         return "XLA does not compile a loop or branch apart from its gradient"
     if not dense:
         return "XLA has no ragged or sparse tensors"
+    if reads_others:
+        return "it reads a variable or a table of another device"
     if found.keeps_state(differentiable=True):
         return "its random ops or Python functions keep state for each device"
     return "it runs eagerly" if tf.executing_eagerly() else None
