@@ -42,7 +42,7 @@ def history(
     Args:
         chunks: rows and seconds of each.
         in_flight: how many chunks may run on one device.
-        failing: chunks, by index, that fail once and run again.
+        failing: chunks, by index, that fail once and run again. Three in a row on each device would end the call.
         too_large: chunks of several rows, by index, that run out of memory once. Their device then computes half as many rows.
         lost: a device on which all chunks fail at once.
         slowness: factors on the time that chunks take, by device.

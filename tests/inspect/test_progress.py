@@ -19,6 +19,7 @@ from rich.console import Console
 
 import devicemap
 from devicemap.inspect.recorder import ProgressBar
+from devicemap.run.retries import FAILURES_IN_A_ROW
 from devicemap.types import CallFinished, Event
 
 EVENTS = history([(10, 1.0)] * 10, devices=2)
@@ -58,7 +59,7 @@ def _drawn(events: list[Event], name: str = "", console: Console | None = None) 
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.5, 3.0])), max_size=12),
     st.integers(1, 4),
-    st.sets(st.integers(0, 11)),
+    st.sets(st.integers(0, 11), max_size=FAILURES_IN_A_ROW - 1),
     st.booleans(),
 )
 def test_it_counts_each_row_once(chunks: list[Any], devices: int, faulty: set[int], known: bool) -> None:

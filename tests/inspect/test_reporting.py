@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import devicemap
 from devicemap.inspect.render import text_of
 from devicemap.run.graph_engine import shard_events
+from devicemap.run.retries import FAILURES_IN_A_ROW
 from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkStarted, DeviceLost, Event, Report, Shard
 
 MANY = history(
@@ -32,7 +33,7 @@ CALLS = st.builds(
     devices=st.integers(1, 4),
     in_flight=st.integers(1, 3),
     input_seconds=st.floats(0.0, 1.0),
-    failing=st.sets(st.integers(0, 11)),
+    failing=st.sets(st.integers(0, 11), max_size=FAILURES_IN_A_ROW - 1),
     too_large=st.sets(st.integers(0, 11)),
     slowness=st.lists(st.floats(0.5, 5.0), max_size=4),
     after_seconds=st.floats(0.0, 1.0),
