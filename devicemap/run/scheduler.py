@@ -63,6 +63,9 @@ class DeviceState:
     last_error: BaseException | None = None
     """The error of the last failure."""
 
+    failed_at: float = 0.0
+    """When it last failed. Failures of chunks that began earlier count as the same."""
+
     busy_since: float = 0.0
     """When it last finished a chunk or was sent one while idle, in seconds since the call began."""
 
@@ -252,17 +255,19 @@ class Scheduler:
                 queued = replace(queued, tried=(*queued.tried, message.shard))
                 self._retries.appendleft(queued)
                 if not self._call.are_tasks:
-                    self._suspect(name, queued, error)
+                    self._suspect(name, queued, message.started, error)
             case RetryAction.RAISE:  # when running tasks have finished
                 self._error, self._at_end = self._error or error, True
         if self._error is not None:
             self._retries.clear()
 
-    def _suspect(self, name: str, queued: QueuedChunk, error: BaseException) -> None:
+    def _suspect(self, name: str, queued: QueuedChunk, started: float, error: BaseException) -> None:
         """Set a device aside if its transient errors show that it does not work."""
-        self._devices[name].last_error = error
+        state = self._devices[name]
+        state.last_error = error
         # If failing rows are left out, another device shows later whether the rows or this device are at fault.
-        if not self._call.skips or not is_row_error(error):
+        if started >= state.failed_at and not (self._call.skips and is_row_error(error)):
+            state.failed_at = self._call.now()
             self._blame(name, queued)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
             self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, queued)

@@ -90,6 +90,7 @@ class Failed:
 
     queued: QueuedChunk
     shard: Shard
+    started: float
     error: BaseException
     action: RetryAction
 
@@ -229,7 +230,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, queued: Queue
             call.leave_out(rows, shard, error)
             call.notify(RowFailed, shard=shard, error=error)
             call.to_consumer.put(ChunkResult(queued.number, queued.start, queued.count, rows.count, {}))
-        call.to_scheduler.put(Failed(queued, shard, error, action))
+        call.to_scheduler.put(Failed(queued, shard, started, error, action))
     else:
         call.notify(ChunkFinished, shard=shard, started_seconds=started)
         call.to_consumer.put(ChunkResult(queued.number, queued.start, queued.count, rows.count, {rows.start: result}))
