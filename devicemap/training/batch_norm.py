@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
@@ -27,13 +28,11 @@ class SharedMoments:
         """`real`: bool `[devices]`, whether the rows of a device count."""
         self._real = real
         self._graph = tf.compat.v1.get_default_graph()
-        self._calls: list[list[tuple[Any, Any, Any]]] = []
-        """The moments of each call of a batch normalization, by device: means, variances and numbers of values."""
-        self._taken: list[list[list[Any]]] = []
-        """The mean and the variance that each device takes in each call."""
+        self._calls: list[list[tuple[tuple[Any, Any, Any], list[Any]]]] = []
+        """For each call of a batch normalization, by device: its means, variances and numbers of values; what it takes."""
         self._next = 0
         """The index of the next call in the function that is being traced."""
-        self._stopped = False
+        self._stopped = threading.Event()
 
     def trace(self, layers: Sequence[Any], functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results of the functions of all devices, which call these layers of batch normalization.
@@ -47,12 +46,10 @@ class SharedMoments:
             raise failure(
                 "batch normalization cannot take the rows of all devices with this TensorFlow; set batch_norm='local'"
             )
-        results: list[Any] = interruptible(partial(copy_context().run, self._trace, layers, functions), self._stop)
+        results: list[Any] = interruptible(
+            partial(copy_context().run, self._trace, layers, functions), self._stopped.set
+        )
         return results
-
-    def _stop(self) -> None:
-        """End the trace at the next call of batch normalization."""
-        self._stopped = True
 
     def _trace(self, layers: Sequence[Any], functions: Sequence[Callable[[], Any]]) -> list[Any]:
         results = []
@@ -60,13 +57,13 @@ class SharedMoments:
             for function in functions:
                 self._next = 0
                 results.append(function())
-            for moments, taken in zip(self._calls, self._taken):
-                if len(moments) < len(functions):
+            for call in self._calls:
+                if len(call) < len(functions):
                     raise failure("a batch normalization is called more often on one device than on another")
                 with tf.device(None):
-                    merged = _merged(moments, self._real)
-                for of_device in taken:
-                    for identity, value in zip(of_device, merged):
+                    merged = _merged([moments for moments, _ in call], self._real)
+                for _, taken in call:
+                    for identity, value in zip(taken, merged):
                         replace_input(identity.op, value)
         return results
 
@@ -83,13 +80,12 @@ class SharedMoments:
                 "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
                 "other devices; set batch_norm='local', or compute them in a train_step of the model"
             )
-        if self._stopped:
+        if self._stopped.is_set():
             raise KeyboardInterrupt
         if self._next == len(self._calls):
             self._calls.append([])
-            self._taken.append([])
-        self._calls[self._next].append((mean, variance, count))
-        self._taken[self._next].append(taken := [tf.identity(mean), tf.identity(variance)])
+        taken = [tf.identity(mean), tf.identity(variance)]
+        self._calls[self._next].append(((mean, variance, count), taken))
         self._next += 1
         return taken
 
