@@ -63,7 +63,8 @@ def parallel_tasks(
 
     Raises:
         OptionError, DataError: before anything runs, for invalid arguments.
-        Exception: what `fn` raises, with a note that names the item and the device.
+        Exception: what `fn` raises, with a note that names the item and the device. A `StopIteration` is the `__cause__` of a
+            `RuntimeError`, as in generators.
 
     Warns:
         RuntimeWarning: a task has set the global seed, with several devices.
