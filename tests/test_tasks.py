@@ -87,6 +87,13 @@ def test_the_first_error_is_raised_and_running_tasks_finish(error: BaseException
     assert {*finished} == {0, 2}
 
 
+def test_a_stop_iteration_is_the_cause_of_an_error() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        devicemap.parallel_tasks(next, [iter(())], devices="CPU:1")
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert caught.value.__cause__.__notes__[0].startswith("item 0 on CPU:1: <")
+
+
 def test_skipped_errors_take_the_place_of_results(devices: list[str]) -> None:
     events: list[Any] = []
     options = {"devices": devices, "on_error": "skip", "progress": events.append}
