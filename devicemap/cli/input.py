@@ -73,7 +73,7 @@ def load_object(name: str) -> Any:
 def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     """Read an INPUT, whose kinds the help of the command line describes. Batches have `batch_size` rows, or any number."""
     saved = os.path.exists(os.path.join(path, "dataset_spec.pb"))
-    if saved or (re.fullmatch(r"[\w.]+:[\w.]+", path) and not os.path.exists(path)):
+    if saved or (re.fullmatch(r"[\w./-]+:[\w.]+", path) and not os.path.exists(path)):
         data = tf.data.Dataset.load(path) if saved else load_object(path)
         data = data() if callable(data) else data
         rows = data

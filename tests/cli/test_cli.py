@@ -121,6 +121,7 @@ INPUTS: list[tuple[str, str, list[str], Any]] = [
     ("double", "saved", [], X * 2),
     ("double", "batches", ["--batched"], X * 2),
     ("double", "functions:numbers", [], range(0, 40, 2)),
+    ("double", "./functions.py:numbers", [], range(0, 40, 2)),
     ("double", "functions:batches", ["--batched"], range(0, 40, 2)),
     ("model.apply", "x.npy", ["--simulate", "8"], X + 1),
 ]
