@@ -45,8 +45,11 @@ def accepted_size(call: LayerCall) -> int | None:
     return None
 
 
-def check_copy(call: LayerCall, of_copy: LayerCall, size: int) -> None:
-    """Raise `OptionError` if a copy has other outputs, losses or new values than its layer, unless they change in each call."""
+def check_copy(call: LayerCall, of_copy: LayerCall, size: int, device: str) -> None:
+    """Raise `OptionError` if a copy has other outputs, losses or new values than its layer, unless they change in each call.
+
+    `device`: that of the copy, because XLA, which Keras uses for some convolutions, reads no variables of other devices.
+    """
     layer = call.layer
     for largest, mode in product(_LARGEST, _modes(layer)):
         tensors = random_tensors(call.inputs, largest, unknown_size=size)
@@ -55,7 +58,9 @@ def check_copy(call: LayerCall, of_copy: LayerCall, size: int) -> None:
         except tf.errors.InvalidArgumentError:  # indices out of range
             continue
         try:
-            found = difference("a result", _results(of_copy, tensors, mode), first, again, 1e-3)
+            with tf.device(device):
+                results = _results(of_copy, tensors, mode)
+            found = difference("a result", results, first, again, 1e-3)
         except tf.errors.InvalidArgumentError as error:
             found = brief(error)
         if found:

@@ -117,7 +117,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
             if id(call.layer) not in copies:
                 of_copy = copied_layer(call, device)
                 if size:
-                    comparisons.check_copy(call, of_copy, size)
+                    comparisons.check_copy(call, of_copy, size, device)
                 copies[id(call.layer)] = of_copy.layer
                 owned.append(of_copy.layer)
             own.append(replace(call, layer=copies[id(call.layer)]))
@@ -126,8 +126,9 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         run = runner_of(own, given, taken)
         advice = "compute values of several rows outside of the pipeline"
         check_rows = comparisons.check_rows_are_independent
-        check_rows(f"stage {i} of {n}", partial(run, training=False), given, advice)
-        check_rows(f"stage {i} of {n} in training", partial(comparisons.results_in_training, run), given, advice)
+        with tf.device(device):
+            check_rows(f"stage {i} of {n}", partial(run, training=False), given, advice)
+            check_rows(f"stage {i} of {n} in training", partial(comparisons.results_in_training, run), given, advice)
         first_of = None if i else model
         stages.append(StageModel(run, owned, first_of, name=f"{model.name}_{i}", dtype=model.dtype_policy))
     if hasattr(model, "output_names"):

@@ -108,6 +108,14 @@ def test_copies_cast_inputs_as_their_layers_do(devices: list[str]) -> None:
     assert_close(Pipeline(split(model, 2, "bytes", devices), devices)(1e5 * x), model(1e5 * x))
 
 
+def test_grouped_convolutions_are_split() -> None:
+    """Keras compiles them with XLA, which reads no variables of other devices. Emulated GPUs have no XLA."""
+    cpus = [f"CPU:{i}" for i in range(3)]
+    with tf.device(cpus[0]):
+        model = chain(layers.Reshape([1, 2, 2]), *(layers.Conv2D(2, 1, groups=2) for _ in cpus), layers.Flatten())
+        assert_close(Pipeline(split(model, 3, "bytes", cpus), cpus, microbatches=3)(x), model(x))
+
+
 def test_layers_keep_their_order(devices: list[str]) -> None:
     given = keras.Input([4])
     hidden = dense()(given)
