@@ -179,6 +179,12 @@ def tape_is_recording() -> bool:
     return bool(_record.could_possibly_record())
 
 
+@with_fallback(lambda: True, _record)
+def tape_may_record() -> bool:
+    """Whether a tape is recording, or this is unknown."""
+    return tape_is_recording()
+
+
 @with_fallback(lambda *_: 2, _record, _gradients, _resources)
 def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
     """Return the order of gradients that a call of a `ConcreteFunction` in eager code must support: 0 none, 1 first, 2 any.

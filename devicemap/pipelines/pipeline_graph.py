@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import in_xla_context, run_after
-from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap._tensorflow.gradients import tape_may_record
 from devicemap._tensorflow.keras_calls import in_training
 from devicemap._tensorflow.runtime import colocate_with_inputs
 from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
@@ -167,7 +167,7 @@ class EagerGraphs:
             batch = replace(batch, min_rows=min(batch.min_rows or 0, parts))
             known = self._graphs.get(self._key(batch, key))
             function, facts = known or self._new_graph(build, batch)
-            if tape_is_recording():  # tapes do not follow a call in another thread
+            if tape_may_record():  # tapes do not follow a call in another thread
                 tensors, times = function(batch.tensors, batch.scale)
             else:
                 given = batch.tensors, tf.convert_to_tensor(batch.scale)

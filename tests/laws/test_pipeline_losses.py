@@ -355,6 +355,7 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
         fitted.fit(x, x, verbose=0)
 
 
+@pytest.mark.private("the order of ops in backward passes")
 @pytest.mark.filterwarnings("ignore:.*needs the whole batch:RuntimeWarning")
 @pytest.mark.parametrize(("batch_norm", "microbatches"), [("synchronized", 1), ("local", 4)])
 def test_the_plan_has_the_microbatches_of_training(batch_norm: Any, microbatches: int, devices: list[str]) -> None:

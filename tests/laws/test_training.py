@@ -529,7 +529,12 @@ def test_losses_of_rows_are_computed_where_the_rows_are() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("batch normalization", {}, "synchronized batch normalization"),
+        pytest.param(
+            "batch normalization",
+            {},
+            "synchronized batch normalization",
+            marks=pytest.mark.private("replacing inputs of ops"),
+        ),
         pytest.param("masks, gradients of slices", {}, "a loop", marks=pytest.mark.nightly),
         ("momentum, clipnorm", {"recompute": True}, "recompute"),
         ("weights in recompute_grad", {}, "of another device"),
