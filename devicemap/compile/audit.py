@@ -20,6 +20,8 @@ READS = frozenset(
 )
 """Ops that do not change the resource."""
 
+_LOOKUPS = frozenset("ResourceGather ResourceGatherNd VariableShape".split())
+
 _ATOMIC = frozenset(
     "AssignAddVariableOp AssignSubVariableOp RngReadAndSkip RngSkip "
     "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt "
@@ -64,6 +66,9 @@ class Audit:
 
     treatments: tuple[Treatment | None, ...]
     """The treatment of each of `captured_inputs`; `None` for a plain tensor."""
+
+    tables: tuple[bool, ...]
+    """Whether each of `captured_inputs` is a variable of which the function only looks up rows."""
 
     random_ops: tuple[str, ...]
     """Types of its stateful random ops."""
@@ -130,6 +135,10 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     graph = GraphWalker(concrete)
     captured = concrete.captured_inputs
     arguments = graph.root.arguments[len(graph.root.arguments) - len(captured) :]
+    uses = [
+        {*graph.uses(argument)} if tensor.dtype == tf.resource else set()
+        for tensor, argument in zip(captured, arguments)
+    ]
     staying = {id(variable.handle) for variable in in_place}
     types = graph.op_types()
     bodies = graph.bodies()
@@ -137,9 +146,10 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     random = [node for node in nodes if {"seed", "seed2"} <= {*node.attr}]
     return Audit(
         treatments=tuple(
-            _treatment(concrete, tensor, {*graph.uses(argument)}, staying) if tensor.dtype == tf.resource else None
-            for tensor, argument in zip(captured, arguments)
+            _treatment(concrete, tensor, ops, staying) if tensor.dtype == tf.resource else None
+            for tensor, ops in zip(captured, uses)
         ),
+        tables=tuple(bool(ops) and ops <= _LOOKUPS for ops in uses),
         random_ops=tuple(sorted({node.op for node in random})),
         # TensorFlow's random kernels replace the seeds (0, 0) by random ones.
         fixed_seeds=frozenset((node.attr["seed"].i, node.attr["seed2"].i) for node in random) - {(0, 0)},

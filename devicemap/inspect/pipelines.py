@@ -115,6 +115,9 @@ class StagePlan:
     other_devices: tuple[str, ...] = ()
     """Full names of its devices in the other replicas."""
 
+    fetched_bytes: int = 0
+    """Bytes of the variables that it reads on other devices than `device`."""
+
     @property
     def held_microbatches(self) -> int:
         """The largest number of microbatches whose activations the stage holds at once, in this order of calls."""
@@ -174,5 +177,10 @@ class PipelinePlan(Result):
             held += "; value_and_gradients holds those of as many as shown"
         if self.forward_first:
             held += ". All forward calls come first, because a stage calls Python, or writes a variable that another one uses"
+        if fetched := sum(stage.fetched_bytes for stage in self.stages):
+            held += (
+                f". {size_text(fetched)} of variables are on other devices than their stage. A call sends each value once, or "
+                "the rows that it looks up; create variables on the device of their stage with tf.device, or use split"
+            )
         title = f"{len(self.stages)} stages, {self.microbatches} microbatches, {self.schedule}: {self.bubble:.0%} idle"
         return page(title, table(rows, left=("order",)), held)

@@ -24,7 +24,7 @@ from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, spec_of
 from devicemap.inspect.pipelines import StageCall
 from devicemap.pipelines.schedule import Step
-from devicemap.pipelines.stages import StageReplica
+from devicemap.pipelines.stage_replicas import StageReplica
 
 _AHEAD = 2
 """The first device receives rows this many microbatches ahead. With 1, it waits for copies (benchmarks/test_pipeline_gpus)."""

@@ -39,7 +39,8 @@ class Pipeline:
 
     Args:
         stages: functions of a batch, Keras layers or models. A tuple is passed to the next stage as several arguments.
-            Variables stay on their devices: use `split` or `tf.device` to create them on the device of their stage.
+            Variables stay on their devices: use `split` or `tf.device` to create them on the device of their stage. Otherwise
+            their values are sent once per call.
         devices: as for `parallel_map`. The first devices are used, one for each stage of each replica. "interleaved" uses all
             devices, and assigns stages to those of a replica in turn.
         microbatches: number of parts into which the rows of a batch are cut for each replica; fewer if there are fewer rows.

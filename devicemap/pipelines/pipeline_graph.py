@@ -28,6 +28,7 @@ from devicemap.hosts import settle
 from devicemap.inspect.pipelines import PipelinePlan, StagePlan
 from devicemap.pipelines.microbatches import ScheduledCalls
 from devicemap.pipelines.schedule import PipelineOptions, Step
+from devicemap.pipelines.stage_replicas import replicas_of
 from devicemap.pipelines.stages import Stage, TracedStage, attachments_to_nodes, trace_stages, trace_state, written_by
 
 _NAMED: Any = {n: namedtuple("_NAMED", ("x", "y", "sample_weight")[: 1 + n]) for n in (1, 2)}
@@ -99,8 +100,9 @@ class PipelineGraph:
         calls = ScheduledCalls(options.orders(self._forward_first(traced), shares), options.clock)
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
+        written = {id(handle) for stage in traced for handle in written_by(stage.traced)}
         for k, stage in enumerate(stages):
-            for replica in stage.replicas(traced[k], shares):
+            for replica in replicas_of(stage, traced[k], shares, written):
                 for m in replica.share:
                     taken = [*([] if k else rows[m]), *(targets[m] if traced[k].takes_targets else [])]
                     with tf.name_scope(f"stage_{k}_microbatch_{m}"):
@@ -229,12 +231,20 @@ def plan_of(
     orders = options.orders(forward_first, [range(microbatches)])
     plans = []
     for k, (stage, traced) in enumerate(zip(stages, traces)):
-        variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
+        variables = traced.concrete.graph.variables
+        written = {*map(id, written_by(traced))}
+        fetched = [v for v in variables if v.device != stage.devices[0] and id(v.handle) not in written]
         sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
         steps = [step for step in orders[k % len(orders)] if step.stage == k]
         own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
-        plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
+        plans.append(
+            StagePlan(stage.devices[0], _bytes_of(variables), sum(sizes), own, stage.devices[1:], _bytes_of(fetched))
+        )
     return PipelinePlan(rows, microbatches, options.schedule, tuple(plans), has_loss, forward_first)
+
+
+def _bytes_of(variables: Sequence[Any]) -> int:
+    return sum(v.shape.num_elements() * v.dtype.size for v in variables)
 
 
 def _needs_whole_batch(stages: Sequence[TracedStage], options: PipelineOptions) -> bool:

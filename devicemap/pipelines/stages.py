@@ -12,15 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import keep_alive, retracing
-from devicemap._tensorflow.gradients import order_of_gradients
+from devicemap._tensorflow.functions import retracing
 from devicemap._tensorflow.keras import attached_tensors, is_seed, layers_of, tf_variable
 from devicemap._tensorflow.keras_calls import graph_of, is_stateless, is_training, recording_keras_use
 from devicemap.compile.audit import WRITES
-from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_walker import depends_on
 from devicemap.compile.random import Stream, streams_of_function
-from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, in_fn, trace
 from devicemap.data.rows import count_rows
 from devicemap.data.structure import Node, as_objects, freeze, map_nest, nodes_of
@@ -87,24 +84,6 @@ class TracedStage:
         return len(self.given) > 1
 
 
-@dataclass(frozen=True)
-class StageReplica:
-    """A stage on its device in a replica of the pipeline."""
-
-    device: str
-    share: range
-    """The indices of the microbatches of the replica."""
-
-    traces: Sequence[Traced]
-    """The trace for each of them. The backward pass of a trace belongs to one device."""
-
-    captures: dict[Any, Any]
-    """Replacements of captures of the traces, by `Tensor.ref()` of the latter."""
-
-    assigned: Sequence[Any]
-    """Ops for which calls wait."""
-
-
 class Stage:
     """A function of batches, traced for its inputs."""
 
@@ -161,27 +140,9 @@ class Stage:
                 self._known[key, trace_state(self)] = stage  # of layers that the trace has found, too
         return stage
 
-    def replicas(self, stage: TracedStage, shares: Sequence[range]) -> list[StageReplica]:
-        """Return the traced stage in each replica, in the graph that is being built. The first replica has the variables."""
-        first = stage.traced
-        captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
-        if len(shares) > 1:
-            order_of_gradients(first.concrete, [])  # makes tapes watch the variables
-            spec = CallSpec.of_shards(len(shares), Engine.INLINE, gradient_order=1)
-            replicas = Replicas(first, self.devices[: len(shares)], spec)
-            keep_alive(replicas)
-            values = replicas.values(range(len(shares)))
-            for r, device in enumerate(self.devices[: len(shares)]):
-                with tf.device(device):
-                    captures[r] = replicas.create(r, values)
-        found = []
-        for r, (device, share) in enumerate(zip(self.devices, shares)):
-            if first.audit.keeps_state(differentiable=True):
-                traces = [self._trace(stage.given, next(self._streams)).traced for _ in share]
-            else:
-                traces = [(self.traced(stage.given, r) if r else stage).traced] * len(share)
-            found.append(StageReplica(device, share, traces, *captures[r]))
-        return found
+    def traced_again(self, given: tuple[Any, ...]) -> Traced:
+        """Return a trace of its own for the specs of the inputs, with other random numbers."""
+        return self._trace(given, next(self._streams)).traced
 
     def _trace(self, given: tuple[Any, ...], stream: Stream | None = None, builds: bool = True) -> TracedStage:
         """Trace the stage; `builds`: again if the trace has built layers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
+from graphs import edges, partitions, placements
 from oracle import assert_same
 from pipelined import Piped, chain
 
@@ -125,6 +127,47 @@ def test_1f1b_begins_backward_before_all_is_forward(rows: int | None, devices: l
         assert any("grad" in name.lower() for name in set.union(*before.values())) is waits
         for one, later in itertools.combinations(forward, 2):
             assert one.device != later.device or one.name in before[later.name] or later.name in before[one.name]
+
+
+table = tf.Variable(tf.random.stateless_normal([5, 4], [1, 8]))
+shift = tf.random.stateless_normal([4], [1, 7])
+
+
+def looked_up(rows: Any) -> Any:
+    return rows + tf.gather(table, tf.cast(4 * tf.sigmoid(rows[:, 0]), tf.int32))
+
+
+def reads_twice(rows: Any) -> Any:
+    return tf.tanh(rows @ weights[1]) @ weights[1] + shift
+
+
+@pytest.mark.private("copies of variables that gradients go through")
+@pytest.mark.parametrize("where", ["forward", "tape", "loss"])
+def test_what_a_stage_reads_of_other_devices_is_sent_once(where: str) -> None:
+    """A variable goes to its stage once for all microbatches. Of a table, only rows do."""
+    stages = (layer(0), reads_twice, looked_up)
+    pipe = Pipeline(stages, ["CPU:0", "CPU:1", "CPU:2"], microbatches=5, loss="mse")
+    assert [stage.fetched_bytes for stage in pipe.explain(x).stages] == [0, 64, 80]
+    variables = [weights[0], weights[1], table]
+
+    def differentiate(call: Any, rows: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((call(rows) - rows) ** 2)
+        return loss, tape.gradient(loss, variables)
+
+    whole = partial(composed, stages)
+    step, wanted = {
+        "forward": (pipe, whole),
+        "tape": (partial(differentiate, pipe), partial(differentiate, whole)),
+        "loss": (lambda rows: pipe.value_and_gradients(rows, rows), partial(differentiate, whole)),
+    }[where]
+    got: list[Any] = []
+    graphs = partitions(lambda rows: got.append(step(rows)), x)
+    dense = partial(tf.nest.map_structure, tf.convert_to_tensor)
+    oracle.assert_close(dense(got[0]), dense(wanted(x)))
+    sent = [(edge.sender, edge.receiver) for edge in edges(graphs) if "ReadVariableOp" in edge.source]
+    assert sent == [("CPU:0", "CPU:1")]
+    assert placements(graphs, "ResourceGather") == {"CPU:0": 5}
 
 
 def with_print(rows: Any) -> Any:

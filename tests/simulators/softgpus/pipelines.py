@@ -141,8 +141,27 @@ def loss_and_gradients(pipe: Pipeline) -> tuple[list[Any], Counter[tuple[str, st
     value, gradients = step(rows)
     time.sleep(0.3)
     for gradient, variable in zip(gradients, pipe.trainable_variables):
-        assert gradient.backing_device == variable.device
+        assert getattr(gradient, "values", gradient).backing_device == variable.device
     return [value, *gradients], sent_by(step, rows)
+
+
+def test_what_a_stage_reads_of_other_gpus_is_sent_once() -> None:
+    with tf.device("CPU:0"):
+        table = tf.Variable(tf.random.stateless_normal([100_000, WIDTH], [3, 3]) / 8)
+
+    def looked_up(rows: Any) -> Any:
+        return rows + tf.gather(table, tf.cast(90_000 * tf.sigmoid(rows[:, 0]), tf.int32))
+
+    pipe = Pipeline([stage(0), stage(0), looked_up], ["GPU:0", "GPU:1", "GPU:2"], MICROBATCHES, loss=loss_of_rows)
+    got, sent = loss_and_gradients(pipe)
+    with tf.device("CPU:0"), tf.GradientTape() as tape:
+        wanted = tf.reduce_mean(loss_of_rows(rows, looked_up(stage(0)(stage(0)(rows)))))
+    for one, other in zip(got, [wanted, *tape.gradient(wanted, pipe.trainable_variables)], strict=True):
+        assert_close(tf.convert_to_tensor(one), tf.convert_to_tensor(other))
+    of_weights, of_rows = DEPTH * WIDTH * WIDTH * 4, ROWS * WIDTH * 4
+    for sender, receiver in ((0, 1), (1, 0)):
+        assert of_weights + of_rows <= sent[f"GPU:{sender}", f"GPU:{receiver}"] < 1.1 * (of_weights + of_rows)
+    assert sent["host", "GPU:2"] + sent["GPU:2", "host"] < 5 * of_rows  # of the table, which is larger
 
 
 def test_replicas_share_values_and_add_gradients_once() -> None:
