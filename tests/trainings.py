@@ -162,6 +162,23 @@ def by_function(x: Any, kernel: Any) -> Any:
     return tf.function(lambda x: tf.tanh(x @ kernel))(x)
 
 
+class Concrete(layers.Layer):
+    """Has a `ConcreteFunction`, which reads the variables themselves, also in the scope of other values."""
+
+    def build(self, shape: Any) -> None:
+        spec = tf.TensorSpec([None, shape[-1]])
+        self.table = self.add_weight(shape=(5, shape[-1]), name="table")
+        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+        self.apply = tf.function(self._apply).get_concrete_function(spec)
+
+    def _apply(self, x: Any) -> Any:
+        numbers = tf.cast(5 * tf.sigmoid(x[:, 0]), tf.int32)
+        return tf.tanh((x + tf.gather(self.table.value, numbers)) @ self.kernel.value)
+
+    def call(self, x: Any) -> Any:
+        return self.apply(x)
+
+
 def recomputed(x: Any, kernel: Any) -> Any:
     return tf.recompute_grad(lambda x: tf.tanh(x @ kernel))(x)
 
@@ -437,6 +454,7 @@ CASES = {
     "every layer": Case(every_layer, using("AdamW", 0.01, epsilon=1e-2, global_clipnorm=0.5)),
     "trained weights that a layer changes": Case(lambda: sequential(Applies(decaying), layers.Dense(4))),
     "weights in a tf.function": Case(lambda: sequential(Applies(by_function, [6, 6]))),
+    "weights in a ConcreteFunction": Case(lambda: sequential(Concrete()), using("Adagrad", 0.1), forward=False),
     "a call that is a tf.function": Case(lambda: sequential(Traced())),
     "weights in recompute_grad": Case(lambda: sequential(Applies(recomputed, [6, 6]))),
     "tensors assigned to a recomputed layer": Case(

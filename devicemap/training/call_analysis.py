@@ -90,7 +90,7 @@ class CallAnalysis:
         """The seeds of random ops that keep state for each trace."""
         self.keeps_state = found.keeps_state(differentiable=True)
         """Whether ops keep state for each trace, so that each device needs a trace of its own."""
-        _check(concrete, found, layer.name, synchronizes=synchronizes, runs_again=runs_again)
+        _check(concrete, found, layer.name, synchronizes)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         read = {id(handle) for handle in concrete.captured_inputs}
         own = [*layer.variables, *(v for v in forward.variables if id(tf_variable(v).handle) in read)]
@@ -190,23 +190,16 @@ def _prime_from(start: int) -> int:
     return next(n for n in itertools.count(start) if all(n % k for k in range(2, math.isqrt(n) + 1)))
 
 
-def _check(concrete: Any, found: Audit, name: str, *, synchronizes: bool, runs_again: bool) -> None:
+def _check(concrete: Any, found: Audit, name: str, synchronizes: bool) -> None:
     if found.ordered or op_types(concrete) & _ADDS:
         raise failure(
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if (synchronizes or runs_again) and _read_in_custom_gradients(concrete):
+    if synchronizes and _read_in_custom_gradients(concrete):
         raise failure(
             f"a layer of {name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which would lose "
-            "its gradient with synchronized batch normalization, accumulate or recompute; use recompute= instead, and "
-            "batch_norm='local'"
-        )
-    calls = (op for op in ops_in(concrete) if op.type in CALLS)
-    if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
-        raise failure(
-            f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
-            "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
+            "its gradient with synchronized batch normalization; use batch_norm='local', or parallelize(recompute=)"
         )
 
 

@@ -50,11 +50,12 @@ def recompute(
     _check(part)
     count = len(part.inputs) - len(part.captured_inputs)
     inner = {tensor.ref(): taken for tensor, taken in zip(part.captured_inputs, part.inputs[count:])}
-    # A step of the user may train variables that are not Keras's. Such steps have one microbatch.
-    others = [v for v in part.graph.variables if values is None and v.trainable and _has_gradient(v)]
+    # A step of the user may train variables that are not Keras's, and a `ConcreteFunction` reads variables themselves.
+    others = [v for v in part.graph.variables if v.trainable and _has_gradient(v)]
     values = [value for value in (part.captured_inputs if values is None else values) if value.ref() in inner]
     values = [value for value in values if _has_gradient(value) and not hasattr(value, "numpy")]
-    kinds = [lookups(part.graph, inner[value.ref()], part.inputs[:count]) for value in values]
+    tables = [inner[source.ref()] for source in (*values, *(v.handle for v in others))]
+    kinds = [lookups(part.graph, table, part.inputs[:count]) for table in tables]
     results, of_rows = tf.nest.flatten(part.structured_outputs), len(part.structured_outputs[0])
     floats = [i for i, leaf in enumerate(results) if _has_gradient(leaf)]
 

@@ -43,7 +43,10 @@ IN_CI = {
     "lookups, weights in recompute_grad",
 }  # fmt: skip
 NEEDS_OWN_TRACES = {"a call that is a tf.function", "batch normalization, checks"}
-FRUGALLY_IN_CI = {"complex values", "inherited training mode", "tied weights, moving average of weights"}
+FRUGALLY_IN_CI = {
+    "complex values", "inherited training mode", "tied weights, moving average of weights", "weights in a ConcreteFunction",
+    "a call that is a tf.function", "lookups, weights in recompute_grad",
+}  # fmt: skip
 FRUGALLY_TRAINED = FRUGALLY_IN_CI | {
     "added sums", "outputs in a dict", "weights changed in a step that uses them", "lookups", "masks, gradients of slices",
     "scaled",
@@ -799,11 +802,6 @@ REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
     "a lost gradient": (
         lambda: keras.Sequential([Applies(trainings.recomputed, [6, 6]), layers.BatchNormalization()]), {},
         "recompute_grad.* would lose its gradient"),
-    "a lost gradient of microbatches": (
-        lambda: Applies(trainings.by_function, [6, 6]), {"accumulate": 2, "batch_norm": "local"},
-        "tf.function.* would lose its gradient"),
-    "a lost gradient of a layer that runs again": (
-        lambda: Applies(trainings.by_function, [6, 6]), {"recompute": True}, "tf.function.* would lose its gradient"),
 }  # fmt: skip
 
 
