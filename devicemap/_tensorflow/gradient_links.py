@@ -183,7 +183,7 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
         name = op.get_attr("f").name if op.type in ("PartitionedCall", "StatefulPartitionedCall") else None
         if key in inputs or not _may_have_gradient(key.deref().dtype):
             return []
-        if name not in functions:
+        if name not in functions or getattr(op, _REDIRECTED, False):
             return [each.ref() for each in op.inputs] if has_gradient(op) else []
         if name not in known:
             known[name] = _sources(functions[name], known)
@@ -191,6 +191,9 @@ def _sources(graph: Any, known: dict[Any, list[set[int]]]) -> list[set[int]]:
 
     return [{inputs[key] for key in reachable([tensor.ref()], inputs_of) if key in inputs} for tensor in graph.outputs]
 
+
+_REDIRECTED = "_devicemap_redirected"
+"""An attribute of ops of `gradient_redirector`, whose gradients do not go the way of their function."""
 
 _WITHOUT_GRADIENT = frozenset("Ceil Floor FloorDiv Rint Round StopGradient TruncateDiv".split())
 """Ops whose gradient function returns `None`."""
@@ -266,6 +269,7 @@ def gradient_redirector() -> Callable[[Any, Any], Any]:
         with _unrecorded():
             redirected = first.get_concrete_function(handle, value)(handle, value)
         _set_gradient(redirected.op, [handle, value], lambda op, upstream: [None, upstream])
+        setattr(redirected.op, _REDIRECTED, True)
         return redirected
 
     return redirect

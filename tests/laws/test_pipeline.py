@@ -170,6 +170,16 @@ def test_what_a_stage_reads_of_other_devices_is_sent_once(where: str) -> None:
     assert placements(graphs, "ResourceGather") == {"CPU:0": 5}
 
 
+@pytest.mark.private("copies of variables that gradients go through")
+def test_a_pipeline_as_the_last_stage(devices: list[str]) -> None:
+    inner = Pipeline([layer(1), layer(2)], ["CPU:6", "CPU:7"], microbatches=2)
+    pipe = Pipeline([layer(0), inner], devices, microbatches=3, loss="mse")
+    got, got_gradients = pipe.value_and_gradients(x, x)
+    with tf.GradientTape() as tape:
+        wanted = tf.reduce_mean((composed(DENSE, x) - x) ** 2)
+    oracle.assert_close([got, *got_gradients], [wanted, *tape.gradient(wanted, pipe.trainable_variables)])
+
+
 def with_print(rows: Any) -> Any:
     tf.print("some rows", output_stream=tf.compat.v1.logging.info)
     return layer(1)(rows)
