@@ -165,15 +165,17 @@ def by_function(x: Any, kernel: Any) -> Any:
 class Concrete(layers.Layer):
     """Has a `ConcreteFunction`, which reads the variables themselves, also in the scope of other values."""
 
+    def __init__(self, numbers: Any = lambda x: tf.cast(5 * tf.sigmoid(x[:, 0]), tf.int32)) -> None:
+        super().__init__()
+        self.numbers = numbers
+
     def build(self, shape: Any) -> None:
-        spec = tf.TensorSpec([None, shape[-1]])
         self.table = self.add_weight(shape=(5, shape[-1]), name="table")
         self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
-        self.apply = tf.function(self._apply).get_concrete_function(spec)
+        self.apply = tf.function(self._apply).get_concrete_function(tf.TensorSpec([None, shape[-1]]))
 
     def _apply(self, x: Any) -> Any:
-        numbers = tf.cast(5 * tf.sigmoid(x[:, 0]), tf.int32)
-        return tf.tanh((x + tf.gather(self.table.value, numbers)) @ self.kernel.value)
+        return tf.tanh((x + tf.gather(self.table.value, self.numbers(x))) @ self.kernel.value)
 
     def call(self, x: Any) -> Any:
         return self.apply(x)
@@ -457,6 +459,7 @@ CASES = {
     "weights in a ConcreteFunction": Case(lambda: sequential(Concrete()), using("Adagrad", 0.1), forward=False),
     "a call that is a tf.function": Case(lambda: sequential(Traced())),
     "weights in recompute_grad": Case(lambda: sequential(Applies(recomputed, [6, 6]))),
+    "weights in recompute_grad, batch normalization": Case(lambda: normalized(Applies(recomputed, [6, 6]))),
     "tensors assigned to a recomputed layer": Case(
         lambda: sequential(Scaling()), forward=False, options={"recompute": ["scaled"]}
     ),

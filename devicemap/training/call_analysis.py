@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import graphs_within, traced_graphs
 from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moving_averages_of, replacing_moments, tf_variable
@@ -90,11 +91,12 @@ class CallAnalysis:
         """The seeds of random ops that keep state for each trace."""
         self.keeps_state = found.keeps_state(differentiable=True)
         """Whether ops keep state for each trace, so that each device needs a trace of its own."""
-        _check(concrete, found, layer.name, synchronizes)
+        _check(concrete, found, layer.name)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         read = {id(handle) for handle in concrete.captured_inputs}
         own = [*layer.variables, *(v for v in forward.variables if id(tf_variable(v).handle) in read)]
-        lost = _read_in_custom_gradients(concrete)  # of which values would have no gradient
+        # Values of these would have no gradient, or not be read.
+        lost = _read_in_custom_gradients(concrete) | _read_in_concrete_functions(concrete)
         used = {id(variable) for variable in own if id(tf_variable(variable).handle) not in lost}
         known = [v for v in forward.variables if id(v) in (drawn if is_seed(v) else used)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
@@ -190,16 +192,11 @@ def _prime_from(start: int) -> int:
     return next(n for n in itertools.count(start) if all(n % k for k in range(2, math.isqrt(n) + 1)))
 
 
-def _check(concrete: Any, found: Audit, name: str, synchronizes: bool) -> None:
+def _check(concrete: Any, found: Audit, name: str) -> None:
     if found.ordered or op_types(concrete) & _ADDS:
         raise failure(
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
-        )
-    if synchronizes and _read_in_custom_gradients(concrete):
-        raise failure(
-            f"a layer of {name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which would lose "
-            "its gradient with synchronized batch normalization; use batch_norm='local', or parallelize(recompute=)"
         )
 
 
@@ -213,6 +210,12 @@ def _read_in_custom_gradients(concrete: Any) -> set[int]:
                 if tensor.dtype == tf.resource:
                     found |= {handles[tensor.ref()]} if tensor.ref() in handles else {*handles.values()}
     return found
+
+
+def _read_in_concrete_functions(concrete: Any) -> set[int]:
+    """Return the handles that functions read which are not traced for the call (test_trained_as_by_one_device)."""
+    kept = {*graphs_within(concrete.graph)} - {*traced_graphs(concrete.graph)}
+    return {id(handle) for graph in kept for handle, _ in graph.captures if handle.dtype == tf.resource}
 
 
 def _check_draws(concrete: Any, name: str, seeds: Sequence[Any]) -> None:
@@ -250,8 +253,9 @@ def _lookups(concrete: Any, sent: Sequence[Any], seeds: Sequence[Any], rows: int
         if variable.trainable and key not in trained and known.get(key, Lookups.NONE) not in of_rows:
             raise failure(
                 f"{variable.name} is looked up by indices that are the same for all rows, and its gradient would have slices "
-                "of each device, because it is no variable of a layer of the model, or is read in a tf.custom_gradient, "
-                "tf.recompute_grad or keras.remat; create it by add_weight, look it up for each row, or use recompute="
+                "of each device, because it is no variable of a layer of the model, or is read in a ConcreteFunction, "
+                "tf.custom_gradient, tf.recompute_grad or keras.remat; create it by add_weight, look it up for each row, or "
+                "use recompute="
             )
     return found
 

@@ -40,7 +40,7 @@ IN_CI = {
     "batch normalization", "batch normalization of few rows", "tensors assigned to a recomputed layer",
     "inherited training mode, normalized", "inherited training mode, recomputed", "trained weights that a layer changes",
     "weights in a tf.function", "weights in recompute_grad", "a call that is a tf.function", "batch normalization, checks",
-    "lookups, weights in recompute_grad",
+    "lookups, weights in recompute_grad", "weights in recompute_grad, batch normalization", "weights in a ConcreteFunction",
 }  # fmt: skip
 NEEDS_OWN_TRACES = {"a call that is a tf.function", "batch normalization, checks"}
 FRUGALLY_IN_CI = {
@@ -785,6 +785,8 @@ REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
     "a replica": (lambda: layers.Lambda(lambda x: x - reduced(tf.reduce_sum(x, 0))), {}, "all_reduce of tf.distribute"),
     "a mean of a layer's own": (Centered, {}, "needs batch_norm='local'"),
     "mixed lookups": (lambda: Applies(looked_up_twice, [6, 6]), {}, "looked up in several ways"),
+    "a lookup in a ConcreteFunction": (
+        lambda: trainings.Concrete(lambda x: [2]), {}, "slices of each device.* ConcreteFunction"),
     "a moving average in a branch": (
         lambda: Effect(lambda norm, x: tf.cond(x[0, 0] > 9, lambda: norm(x, training=True), lambda: x), built_norm()), {},
         "moving_mean .* branch"),
@@ -799,9 +801,6 @@ REFUSED: dict[str, tuple[Callable[[], layers.Layer], dict[str, Any], str]] = {
     "draws of a layer that runs again": (noisy, {"recompute": ["noisy"]}, r"keras\.random"),
     "a trained weight that changes again": (
         lambda: Applies(trainings.decaying), {"recompute": True}, "weight gets a new value"),
-    "a lost gradient": (
-        lambda: keras.Sequential([Applies(trainings.recomputed, [6, 6]), layers.BatchNormalization()]), {},
-        "recompute_grad.* would lose its gradient"),
 }  # fmt: skip
 
 
