@@ -62,6 +62,7 @@ def test_results_are_gathered_on_the_output_device() -> None:
             y = mapper(X)
             np.testing.assert_array_equal(y, -X)
             assert y.backing_device == CPUS[6]  # y.device is where the op ran that called the graph
+            assert mapper(X[:0]).backing_device == CPUS[6]
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

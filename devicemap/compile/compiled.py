@@ -182,7 +182,10 @@ class CompiledMap:
 
     def pack_no_rows(self) -> Any:
         """Return the nest of results without rows, or the result of the reduction of no rows."""
-        return self.pack(self.traced.no_rows()) if self.traced.reduction is None else self.pack_states(())
+        if self.traced.reduction is not None:
+            return self.pack_states(())
+        with tf.device(self._output_device):
+            return self.pack(self.traced.no_rows())
 
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
         """Merge the states of neighbouring chunks, in order, in eager code, and return the result of the reduction."""

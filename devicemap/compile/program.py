@@ -181,7 +181,8 @@ class Program:
                 else ". This row does not fit by itself: compute it in parts, or on a device with more memory"
             )
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
-        located.__cause__ = error
+        # The frames of a traceback hold copies of variables on devices (test_a_kept_error_keeps_no_copies_of_variables).
+        located.__cause__ = error.with_traceback(None) if isinstance(error, tf.errors.OpError) else error
         return located
 
 

@@ -19,7 +19,7 @@ from devicemap.compile.aggregates import AGGREGATES, Reducer, reducer_key
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.data.shards import join
 from devicemap.data.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
-from devicemap.errors import OptionError, failure, function_error
+from devicemap.errors import OptionError, brief, failure, function_error
 
 _BLOCK_BYTES = 2**22
 """Results of at least `_ROW_BYTES` per row are reduced in blocks of this size (`benchmarks/test_reduce.py`)."""
@@ -184,7 +184,8 @@ class BoundReduction(ABC):
 
     def merge_states(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Merge neighbouring states, in eager code, into leaves `[1, ...]`. The first part may be a merged state."""
-        return list(self._merge_graph(*(join(leaves) for leaves in zip(*map(self._to_wide, parts)))))
+        states = [join(leaves) for leaves in zip(*map(self._to_wide, parts))]
+        return list(_run("merge", self._merge_graph, states))
 
     def merge_stream(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:
         """Merge states in order on a device, and keep few states in memory. Return `None` if there are no states."""
@@ -200,7 +201,7 @@ class BoundReduction(ABC):
 
     def finish_state(self, states: Sequence[Any]) -> list[Any]:
         """Return the leaves of the result, in eager code or in a graph. `states` are in the order of rows."""
-        return list(tf.nest.flatten(self._finish_graph(*self._to_wide(states))))
+        return list(tf.nest.flatten(_run("finish", self._finish_graph, self._to_wide(states))))
 
     def pack_result(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the result."""
@@ -208,6 +209,13 @@ class BoundReduction(ABC):
 
     def _to_wide(self, states: Sequence[Any]) -> list[Any]:
         return [tf.cast(leaf, spec.dtype) for leaf, spec in zip(states, self._merge_specs)]
+
+
+def _run(name: str, function: Any, states: Sequence[Any]) -> Any:
+    try:
+        return function(*states)
+    except tf.errors.OpError as error:
+        raise function_error(f"{name} of the reduction failed: {brief(error)}", error) from error
 
 
 class _OpReduction(BoundReduction):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import Empty
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +24,7 @@ from devicemap.data.rows import HOST, Rows, count_rows
 from devicemap.data.shards import check_inner_shapes
 from devicemap.data.sources import Chunk, MemorySource
 from devicemap.devices import is_out_of_memory
-from devicemap.errors import DataError
+from devicemap.errors import DataError, DeviceMapError
 from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.retries import AGAIN_SECONDS
@@ -115,22 +115,23 @@ def run_graph(
         except tf.errors.OpError as error:  # signal handlers raise other errors
             if not shards or (raise_out_of_memory and is_out_of_memory(error)):
                 raise
-            _raise_located(program, error, compiled, leaves, shards, time.perf_counter() - began)
+            located = _located_error(program, error, compiled, leaves, shards, time.perf_counter() - began)
+            raise located from located.__cause__
         if count:
             ends, seconds = end_times[0] if end_times else None, time.perf_counter() - began
             finished(partial(shard_events, shards, began_at, seconds, compiled.traced.audit.ordered, ends))
     return compiled.pack(results)
 
 
-def _raise_located(
+def _located_error(
     program: Program,
     error: Exception,
     compiled: CompiledMap,
     leaves: tuple[Any, ...],
     shards: Sequence[Shard],
     seconds: float,
-) -> NoReturn:
-    """Raise the error of a graph that failed after `seconds`.
+) -> BaseException:
+    """Return the error to raise for that of a graph that failed after `seconds`.
 
     TensorFlow does not report the device that failed. So the rows run again in chunks, whose results are discarded, unless
     that would write a variable again or take long. If `fn` takes rows and has no side effects, this finds the row, too.
@@ -138,7 +139,7 @@ def _raise_located(
     repeats_rows = program.may_repeat(compiled)
     known = len(shards) < 2 and not repeats_rows
     if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
-        raise program.located_error(error, shards)
+        return program.located_error(error, shards)
     cancellation = Cancellation()
     functions = compiled.chunk_functions(cancellation)
 
@@ -154,10 +155,14 @@ def _raise_located(
         deadline=time.monotonic() + 2 * AGAIN_SECONDS,  # as long as the graph, and as long again to find the row
     )
     source = MemorySource(Rows(leaves, leaves, shards[-1].stop), max(map(len, shards)))
-    with suppress(Empty):  # time is up
+    try:
         for parts in zip(*(part for result in run_chunks(source, runners, call) for part in result.parts)):
             check_inner_shapes(parts)
-    raise program.located_error(error, shards)
+    except DeviceMapError as found:
+        return found.with_traceback(None)  # whose frames hold copies of variables
+    except Empty:  # time is up
+        pass
+    return program.located_error(error, shards)
 
 
 def call_in_function(program: Program, rows: Rows) -> Any:

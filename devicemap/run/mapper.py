@@ -29,7 +29,7 @@ from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.data.structure import as_nodes
 from devicemap.devices import is_out_of_memory, kind_of
-from devicemap.errors import DataError, DeviceMapError, OptionError, warn_user
+from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, warn_user
 from devicemap.events import Shard
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight
@@ -195,6 +195,21 @@ class Mapper:
             keep: callback of a worker for a chunk and its results, which are then not yielded.
             leave_out: callback of a worker for a row that is left out: the row as a chunk, its device and its error.
         """
+        try:
+            yield from self._chunks(source, compiled, window, deterministic, keep, leave_out)
+        except (FunctionError, KeyboardInterrupt) as error:  # other errors show lines of the user's code
+            raise error.with_traceback(None) from error.__cause__
+
+    def _chunks(
+        self,
+        source: Source,
+        compiled: CompiledMap,
+        window: int | None,
+        deterministic: bool,
+        keep: Callable[[Chunk, list[Any]], None] | None,
+        leave_out: Callable[[Chunk, Shard, BaseException], object],
+    ) -> Generator[ChunkResult]:
+        """Yield the results of all chunks, as `chunks`. Its frame holds copies of variables."""
         cancellation = Cancellation()
         functions = compiled.chunk_functions(cancellation)
         runners = [
