@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import run_after
-from devicemap.data.rows import count_rows
+from devicemap.data.rows import HOST, count_rows
 from devicemap.data.structure import nodes_of, refused_by
 from devicemap.errors import OTHER_ROW_COUNT, failure
 
@@ -100,7 +100,9 @@ def _other_rows(name: str) -> str:
 
 def row_count_checks(returned: Sequence[Any], sizes: Any, name: str = _OF_BATCHES) -> list[Any]:
     """Return assertions that each leaf has as many rows as each shard. `returned` has the row counts of each leaf."""
-    message, given, checks = _other_rows(name), tf.cast(sizes, tf.int32), []
+    given, checks = tf.cast(sizes, tf.int32), []
+    with tf.device(HOST):  # GPUs have no strings
+        message = tf.constant(_other_rows(name))
     for counts in returned:
         counts = tf.cast(counts, tf.int32)
         # tf.debugging would use the condition twice, and `run_after` would send the results through the first GPU.
@@ -111,7 +113,10 @@ def row_count_checks(returned: Sequence[Any], sizes: Any, name: str = _OF_BATCHE
 def with_equal_rows(rows: Sequence[Any], name: str, advice: str) -> list[Any]:
     """Add an assertion to a graph that the inputs and targets of a model have the same number of rows."""
     counts = tf.stack([count_rows(leaf) for leaf in rows])
-    message = f"{name} got inputs or targets with different numbers of rows; expected the same. {advice}. Rows:"
+    with tf.device(HOST):  # GPUs have no strings
+        message = tf.constant(
+            f"{name} got inputs or targets with different numbers of rows; expected the same. {advice}. Rows:"
+        )
     return run_after([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
 
 

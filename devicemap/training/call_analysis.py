@@ -111,8 +111,8 @@ class CallAnalysis:
             training = may_train() and is_comparable(found, scope)
             self._difference = fixed_seed(concrete, self._trace_rows) if dense else None
             self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
-        self.lookups: dict[int, Lookups] = {}
-        """The lookups in trained variables, by identity of the latter."""
+        self.lookups = dict.fromkeys(map(id, self.variables), Lookups.OF_ROWS)
+        """The lookups in trained variables, by identity of the latter. With one device, any may be of its rows."""
         if len(forward.devices) > 1 or runs_again:
             self.lookups = _lookups(concrete, self.variables, [*drawn.values()], self._trace_rows)
         self._shapes = [spec.shape for spec in outputs] if dense else []

@@ -148,7 +148,8 @@ def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
         if not named:
             names = ", ".join(dict.fromkeys(layer.name for layer in layers))
             raise OptionError(f"recompute has {name!r}; the layers of {model.name} are {names}")
-        if not (stateless := without_state(named)):
+        stateless = without_state(named)
+        if not stateless:
             raise OptionError(f"recompute has {name!r}, which has variables that it may change in a call; leave it out")
         found += stateless
     return found

@@ -132,7 +132,8 @@ class RowLosses:
             key = self._key(id(each), y_true, y_pred, rows, leaves)
             function, options = self._functions.get(id(each), (None, {}))
             if key is not None and function is not None and _is_aligned(function, y_true.shape, y_pred.shape):
-                found[key] = function(y_true, y_pred, **options)
+                # Keras computes metrics outside of the tape. Their gradients may be NaN, and NaN times zero is, too.
+                found[key] = tf.stop_gradient(function(y_true, y_pred, **options))
 
         with ExitStack() as replaced:
             for each in losses_of(self._model):

@@ -67,6 +67,27 @@ TRAININGS = [
 ]
 
 
+@pytest.mark.parametrize("device", ["CPU:0", "CPU:1"])
+def test_lookups_with_a_single_device(device: str) -> None:
+    case = CASES["lookups"]
+    assert_close(case.trained(devicemap.parallelize(case.made(), [device])), case.wanted, case.rtol)
+
+
+def test_a_metric_that_is_not_a_number_leaves_weights_alone(devices: list[str]) -> None:
+    def known_error(y: Any, outputs: Any) -> Any:
+        return tf.reduce_mean(tf.where(tf.math.is_nan(y), 0.0, tf.where(tf.math.is_nan(y), 0.0, y) - outputs) ** 2, 1)
+
+    def trained(model: Any) -> Any:
+        model.compile("sgd", known_error, metrics=["mae"], jit_compile=False)
+        model.fit(X, np.where(Y > 0.5, np.nan, Y), batch_size=11, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    made = Case(mlp).made
+    weights = trained(made())
+    assert np.all(np.isfinite(weights[0]))
+    assert_close(trained(devicemap.parallelize(made(), devices)), weights)
+
+
 @pytest.mark.parametrize(("name", "options"), TRAININGS, ids=str)
 def test_trained_as_by_one_device(name: str, options: dict[str, Any], devices: list[str]) -> None:
     case = CASES[name]
