@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.gradients import order_of_gradients
+from devicemap._tensorflow.gradients import order_of_gradients, without_zeros
 
 _cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
 _context = Private("tensorflow.python.eager.context", "context", "Context.function_call_options")
@@ -128,7 +128,8 @@ def begin_backward_on(host: str, concrete: Any) -> None:
     functions = getattr(concrete, "_delayed_rewrite_functions", None)
     if functions is None or "_rewrite_forward_and_call_backward" in vars(functions):
         return
-    on_host = _on(host, functions._rewrite_forward_and_call_backward)
+    rewrite = functions._rewrite_forward_and_call_backward
+    on_host = _on(host, lambda *arguments: without_zeros(rewrite(*arguments)))
 
     def one_at_a_time(*arguments: Any) -> Any:
         with _differentiating:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -58,11 +58,17 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
         with tf.device(device):
             gradients = _changing(gradient, _bring_inputs)(op, *upstream)
-        # Gradients of loops have zeros for variables of these dtypes, which TensorFlow cannot add for several devices.
-        known = tf.nest.flatten(gradients)
-        return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in known]
+        return without_zeros(tf.nest.flatten(gradients))
 
     return placed
+
+
+def without_zeros(gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients, of which those of bool and string variables are `None`.
+
+    Gradients of loops have zeros for such variables, which TensorFlow cannot add for several calls.
+    """
+    return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in gradients]
 
 
 _takes_functions: dict[str, bool] = {}

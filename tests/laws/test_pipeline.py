@@ -189,6 +189,16 @@ def with_python(rows: Any) -> Any:
     return tf.ensure_shape(tf.py_function(layer(1), [rows], tf.float32), [None, 4])
 
 
+mask = tf.Variable([True] * 4, trainable=False)
+
+
+@tf.function
+def in_a_loop(rows: Any) -> Any:
+    for _ in tf.range(1):
+        rows = tf.where(mask, layer(1)(rows), rows)
+    return rows
+
+
 dropout = keras.layers.Dropout(0.5)
 STAGES = {
     "noise": lambda rows: layer(1)(rows) + 0 * tf.random.normal(tf.shape(rows)),
@@ -196,6 +206,7 @@ STAGES = {
     "print": with_print,
     "Python": with_python,
     "dropout": lambda rows: layer(1)(rows) + 0 * dropout(rows, training=True),
+    "mask in a loop": in_a_loop,
 }
 
 

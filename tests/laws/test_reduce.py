@@ -222,7 +222,7 @@ def test_a_merge_that_fails_ends_the_call(no_thread_stays: None) -> None:
 
     reducer = Reducer(0.0, lambda state, row: state + row, merge)
     mapper = DeviceMap(tf.identity, devices=TWO, batch_size=1)
-    with pytest.raises(FunctionError, match="merge of the reduction failed: .*large") as raised:
+    with pytest.raises(FunctionError, match=r"merge of the reduction failed: .*large") as raised:
         mapper.reduce(tf.range(400.0), reducer)
     assert isinstance(raised.value, tf.errors.InvalidArgumentError)
     assert raised.value.__traceback__ is not None  # which refers to the frames of the call
