@@ -82,6 +82,9 @@ class Audit:
     custom_gradients: bool = False
     """Whether it holds a `tf.custom_gradient`."""
 
+    custom_gradients_read: bool = False
+    """Whether one of these reads a variable, as `tf.recompute_grad` of a layer does. `tf.cond` loses its gradient."""
+
     loops: bool = False
     """Whether it holds a loop."""
 
@@ -155,6 +158,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         fixed_seeds=frozenset((node.attr["seed"].i, node.attr["seed2"].i) for node in random) - {(0, 0)},
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
+        custom_gradients_read=any(map(_reads_in_custom_gradient, bodies)),
         loops=bool(types & _LOOPS),
         gradient_needs_variants=bool(types & (_LOOPS | BRANCHES)),
         gathers_nd="ResourceGatherNd" in types,
@@ -218,6 +222,12 @@ def _has_effects(op: str) -> bool:
 def _is_pinned(node: Any) -> bool:
     """Return whether a node that may read a variable requests a device; `tf.py_function` requests a host only."""
     return bool(tf.DeviceSpec.from_string(node.device).device_type) and not node.op.startswith("TensorList")
+
+
+def _reads_in_custom_gradient(body: FunctionBody) -> bool:
+    inputs = (name for node in body.nodes.values() if "_gradient_op_type" in node.attr for name in node.input)
+    sources = (body.nodes.get(name.partition(":")[0]) for name in inputs)
+    return any(source is not None and source.op == "ReadVariableOp" for source in sources)
 
 
 def _is_colocated_with_argument(body: FunctionBody) -> bool:

@@ -72,6 +72,8 @@ class ScheduledCalls:
         for op, before in product(ops_of(rows), earlier):
             add_control_input(op, before)
         traced = replica.traces[m - first]
+        if traced.audit.custom_gradients_read:
+            has_rows = True
         with tf.device(replica.device), tf.control_dependencies(replica.assigned):
             leaves = self._begin(step, replica, [*values, *rows])
             self._arrivals.setdefault(m, ops_of(leaves)[0])

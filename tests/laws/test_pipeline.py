@@ -42,6 +42,7 @@ def loss_of_rows(rows: Any) -> Any:
 
 DENSE = (layer(0), layer(1), layer(2))
 WITH_LOSS = (layer(0), layer(1), loss_of_rows)
+RECOMPUTED = (layer(0), tf.recompute_grad(layer(1)), layer(2))
 WITH_SKIP = (
     lambda rows: ({"h": layer(0)(rows)}, rows),
     lambda values, rows: (layer(1)(values["h"]), rows),
@@ -80,7 +81,7 @@ def gradients(call: Any, rows: Any, reduce: Any) -> Any:
 
 @pytest.mark.in_ci(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", [DENSE, WITH_LOSS], ids=["dense", "loss"])
+@pytest.mark.parametrize("stages", [DENSE, WITH_LOSS, RECOMPUTED], ids=["dense", "loss", "recomputed"])
 @pytest.mark.parametrize("where", ["eager", "tf.function", "unknown rows", "tape outside"])
 def test_gradients_of_the_whole_batch(schedule: str, stages: Any, where: str, devices: list[str]) -> None:
     pipe = Pipeline(stages, devices, microbatches=4, schedule=schedule)
