@@ -102,7 +102,7 @@ def test_a_call_that_ends_while_a_dataset_is_read() -> None:
             return tf.identity(n)
 
     numbers = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([], tf.int32))
-    mapper = devicemap.DeviceMap(fail, devices=["CPU:0"], batch_size=2)
+    mapper = devicemap.DeviceMap(fail, devices=["CPU:0"], batch_size=2, prefetch=1)  # one chunk after another
     with pytest.raises(FunctionError, match="failed on row 3"):
         mapper(numbers)
     assert "failed on row 3" in mapper.report.error
