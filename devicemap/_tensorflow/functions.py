@@ -127,7 +127,7 @@ def temporary_variable(original: Any) -> Any:
     Each execution of the op creates a variable, which is deleted with its handle, so that calls in several threads cannot read
     values of each other (test_a_variable_that_changes_while_threads_read_it). Loading a SavedModel changes the name, and with
     it all calls share the variable of an op, so that each op needs a container (test_a_map_that_reads_a_variable_can_be_saved).
-    Eager code needs none, and TensorFlow would keep a kernel for each (test_calls_leave_nothing_behind).
+    Eager code needs none, and TensorFlow would keep a kernel for each (test_copies_of_variables_leave_no_memory_behind).
     """
     name = _temporary_name()
     container = "" if name and tf.executing_eagerly() else uuid.uuid4().hex
