@@ -147,6 +147,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     bodies = graph.bodies()
     nodes = [node for body in bodies for node in body.nodes.values()]
     random = [node for node in nodes if {"seed", "seed2"} <= {*node.attr}]
+    custom_gradients = any("_gradient_op_type" in node.attr for node in nodes)
     return Audit(
         treatments=tuple(
             _treatment(concrete, tensor, ops, staying) if tensor.dtype == tf.resource else None
@@ -157,8 +158,8 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         # TensorFlow's random kernels replace the seeds (0, 0) by random ones.
         fixed_seeds=frozenset((node.attr["seed"].i, node.attr["seed2"].i) for node in random) - {(0, 0)},
         effects=tuple(sorted(filter(_has_effects, types))),
-        custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
-        custom_gradients_read=any(map(_reads_in_custom_gradient, bodies)),
+        custom_gradients=custom_gradients,
+        custom_gradients_read=custom_gradients and bool(read_in_custom_gradients(concrete)),
         loops=bool(types & _LOOPS),
         gradient_needs_variants=bool(types & (_LOOPS | BRANCHES)),
         gathers_nd="ResourceGatherNd" in types,
@@ -166,6 +167,18 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         pinned=any(map(_is_pinned, nodes)),
         colocated=any(map(_is_colocated_with_argument, bodies)),
     )
+
+
+def read_in_custom_gradients(concrete: Any) -> set[int]:
+    """Return the handles of the variables that custom gradients read, by identity: all, if they are in an inner function."""
+    handles, found = {tensor.ref(): id(handle) for handle, tensor in concrete.graph.captures}, set[int]()
+    for op in (op for graph in graphs_within(concrete.graph) for op in graph.get_operations()):
+        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
+            for each in op.inputs:
+                tensor = each.op.inputs[0] if each.op.type == "ReadVariableOp" else each
+                if tensor.dtype == tf.resource:
+                    found |= {handles[tensor.ref()]} if tensor.ref() in handles else {*handles.values()}
+    return found
 
 
 def is_steady(concrete: Any) -> bool:
@@ -222,12 +235,6 @@ def _has_effects(op: str) -> bool:
 def _is_pinned(node: Any) -> bool:
     """Return whether a node that may read a variable requests a device; `tf.py_function` requests a host only."""
     return bool(tf.DeviceSpec.from_string(node.device).device_type) and not node.op.startswith("TensorList")
-
-
-def _reads_in_custom_gradient(body: FunctionBody) -> bool:
-    inputs = (name for node in body.nodes.values() if "_gradient_op_type" in node.attr for name in node.input)
-    sources = (body.nodes.get(name.partition(":")[0]) for name in inputs)
-    return any(source is not None and source.op == "ReadVariableOp" for source in sources)
 
 
 def _is_colocated_with_argument(body: FunctionBody) -> bool:

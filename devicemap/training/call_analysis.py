@@ -14,12 +14,12 @@ from devicemap._tensorflow.gradient_links import Lookups, sources_of_gradients
 from devicemap._tensorflow.gradients import can_redirect_gradients, order_of_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moving_averages_of, replacing_moments, tf_variable
 from devicemap._tensorflow.keras_calls import may_train
-from devicemap.compile.audit import Audit, audit, op_types
+from devicemap.compile.audit import Audit, audit, op_types, read_in_custom_gradients
 from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.devices import python_calls_at_once
 from devicemap.errors import failure, warn_user
-from devicemap.training.differences import dependence_in_call, fixed_seed, is_comparable, ops_in
+from devicemap.training.differences import dependence_in_call, fixed_seed, is_comparable
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallArguments, CallScope
@@ -95,8 +95,8 @@ class CallAnalysis:
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         read = {id(handle) for handle in concrete.captured_inputs}
         own = [*layer.variables, *(v for v in forward.variables if id(tf_variable(v).handle) in read)]
-        # Values of these would have no gradient, or not be read.
-        lost = _read_in_custom_gradients(concrete) | _read_in_concrete_functions(concrete)
+        # Values in place of these variables would have no gradient, or would not be read.
+        lost = read_in_custom_gradients(concrete) | _read_in_concrete_functions(concrete)
         used = {id(variable) for variable in own if id(tf_variable(variable).handle) not in lost}
         known = [v for v in forward.variables if id(v) in (drawn if is_seed(v) else used)]
         self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
@@ -112,7 +112,7 @@ class CallAnalysis:
             self._difference = fixed_seed(concrete, self._trace_rows) if dense else None
             self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
         self.lookups = dict.fromkeys(map(id, self.variables), Lookups.OF_ROWS)
-        """The lookups in trained variables, by identity of the latter. With one device, any may be of its rows."""
+        """The lookups in trained variables, by identity of the latter. With one device, gradients of all may have slices."""
         if len(forward.devices) > 1 or runs_again:
             self.lookups = _lookups(concrete, self.variables, [*drawn.values()], self._trace_rows)
         self._shapes = [spec.shape for spec in outputs] if dense else []
@@ -198,18 +198,6 @@ def _check(concrete: Any, found: Audit, name: str) -> None:
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-
-
-def _read_in_custom_gradients(concrete: Any) -> set[int]:
-    """Return the handles of the variables that custom gradients read, by identity: all, if they are in an inner function."""
-    handles, found = {tensor.ref(): id(handle) for handle, tensor in concrete.graph.captures}, set[int]()
-    for op in ops_in(concrete):
-        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
-            for each in op.inputs:
-                tensor = each.op.inputs[0] if each.op.type == "ReadVariableOp" else each
-                if tensor.dtype == tf.resource:
-                    found |= {handles[tensor.ref()]} if tensor.ref() in handles else {*handles.values()}
-    return found
 
 
 def _read_in_concrete_functions(concrete: Any) -> set[int]:

@@ -132,7 +132,7 @@ class RowLosses:
             key = self._key(id(each), y_true, y_pred, rows, leaves)
             function, options = self._functions.get(id(each), (None, {}))
             if key is not None and function is not None and _is_aligned(function, y_true.shape, y_pred.shape):
-                # Keras computes metrics outside of the tape. Their gradients may be NaN, and NaN times zero is, too.
+                # As in Keras, metrics have no gradient: it may be NaN, and stays so if it is multiplied by zero.
                 found[key] = tf.stop_gradient(function(y_true, y_pred, **options))
 
         with ExitStack() as replaced:
