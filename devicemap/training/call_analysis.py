@@ -174,6 +174,19 @@ class CallAnalysis:
                 "itself needs batch_norm='local'"
             )
 
+    def check_compiled(self, concrete: Any, devices: Sequence[str]) -> None:
+        """Refuse functions of layers that XLA compiles and that read variables instead of the values on each device.
+
+        They are not traced again, because the context in which XLA traces them is nearer than that of `retracing`.
+        """
+        calls = [op for graph in graphs_within(concrete.graph) for op in graph.get_operations() if op.type in CALLS]
+        compiled = [op for op in calls if op.node_def.attr["_XlaMustCompile"].b]
+        if len(devices) > 1 and any(each.dtype == tf.resource for op in compiled for each in op.inputs):
+            raise failure(
+                f"a layer of {self._layer.name} reads a variable in a tf.function(jit_compile=True), and XLA reads variables "
+                "of one device only; remove jit_compile=True from the tf.function, and compile the model with jit_compile=True"
+            )
+
     def check_outputs(self, shapes: Sequence[Any]) -> None:
         """Refuse outputs without one row for each row, by their static shapes for shards and for the rows of the trace."""
         for known, shape in zip(shapes, self._shapes):

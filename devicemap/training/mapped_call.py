@@ -118,7 +118,9 @@ class MappedCall:
         # Automatic control dependencies would run the calls of all devices one after another if one has a stateful op.
         attributes = NO_AUTO_CONTROL_DEPS if exports_control_outputs() else None
         function = tf.function(self._call_on_devices, autograph=False, experimental_attributes=attributes)
-        return function.get_concrete_function(*arguments), arguments
+        concrete = function.get_concrete_function(*arguments)
+        self._analysis.check_compiled(concrete, self._devices)
+        return concrete, arguments
 
     def _with_gradient_paths(self, concrete: Any, arguments: Sequence[Any]) -> list[Any]:
         """Call the function. Gradients reach the inputs on which the results that are used depend."""

@@ -576,6 +576,19 @@ def test_a_warning_says_where_xla_does_not_compile(
     np.testing.assert_allclose(loss, case.eager().train_on_batch(**rows), rtol=1e-5)
 
 
+class Compiled(layers.Dense):
+    call = tf.function(layers.Dense.call, jit_compile=True)
+
+
+@pytest.mark.in_ci(1)
+def test_variables_in_a_function_that_xla_compiles_need_one_device() -> None:
+    case = Case(lambda: sequential(Compiled(3)))
+    loss = devicemap.parallelize(case.made(), ["CPU:0"]).train_on_batch(X, Y)
+    np.testing.assert_allclose(loss, case.made().train_on_batch(X, Y), rtol=1e-6)
+    with pytest.raises(FunctionError, match="remove jit_compile=True"):
+        devicemap.parallelize(case.made(), ["CPU:0", "CPU:1"]).train_on_batch(X, Y)
+
+
 @pytest.mark.in_ci(1)
 def test_errors_of_layers_show_the_shapes_of_the_batch(devices: list[str]) -> None:
     model = devicemap.parallelize(mlp(), devices)
