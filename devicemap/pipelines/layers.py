@@ -124,7 +124,7 @@ def copied_layer(call: LayerCall, device: str) -> LayerCall:
                 copy = type(layer).from_config(layer.get_config())
             if type(layer).build is keras.Layer.build and not all(each.built for each in layers_of(copy)[1:]):
                 replace(call, layer=copy).run({})  # a call with symbolic tensors builds its layers
-            elif layer.built:
+            elif layer.built and not copy.built:
                 copy.build_from_config(layer.get_build_config())
             for own, other in zip(layers_of(layer), layers_of(copy)):
                 if hasattr(own, "save_assets"):  # for instance a vocabulary
