@@ -368,6 +368,7 @@ VARIABLE_LOOPS = {
     for name, step in LOOP_STEPS.items()
     for steps in (2, None)
 }
+VARIABLE_LOOPS["loop of a variable alone"] = (lambda r: r * repeated(tf.tanh, 2, LEVEL.read_value()), ROWS)
 norm = tf.function(lambda row: tf.reduce_sum(tf.linalg.svd(row, compute_uv=False)))
 VALUES_ALONE = {
     "singular values": lambda m: tf.linalg.svd(m, compute_uv=False),

@@ -11,6 +11,7 @@ import tensorflow as tf
 from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.loops import convert_loop
 from devicemap._tensorflow.pfor import (
+    LOOPS,
     Converter,
     NotVectorizableError,
     as_stacked,
@@ -96,7 +97,7 @@ def _select_rows(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
 
 CONTROL_FLOW: dict[str, Converter] = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), refuse_call),
-    **dict.fromkeys(("While", "StatelessWhile"), convert_loop),
+    **dict.fromkeys(LOOPS, convert_loop),
     **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), convert_branches),
 }
 """By type of op."""

@@ -35,6 +35,9 @@ _func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph.captu
 Converter = Callable[[Any], Any]
 """`pfor`'s description of an op and its inputs -> its results, each wrapped."""
 
+LOOPS = frozenset(["While", "StatelessWhile"])
+"""The types of ops that are loops."""
+
 NO_TILE = "needs a tensor of uint16 for each row, and TensorFlow cannot repeat it"
 """Why calls that take a tensor of uint16 which rows share run row by row: the op Tile has no kernel."""
 
@@ -76,8 +79,10 @@ def convert_op(conversion: Any, op: Any, inputs: list[Any], converter: Converter
     """Return the wrapped results of an op for wrapped inputs, or an op that has none.
 
     The converter is not needed if all rows share the results: the op has no state, or reads it, and rows share its inputs.
+    Loops need it, because the gradient of a copy would look for the functions of the loop in another graph
+    (test_gradients_are_those_of_single_rows).
     """
-    if pfor._is_stateful_pfor_op(op) or any(each.is_stacked for each in inputs):
+    if op.type in LOOPS or pfor._is_stateful_pfor_op(op) or any(each.is_stacked for each in inputs):
         results = converter(pfor._PforInput(conversion, op, inputs))
         return [results] if isinstance(results, pfor.WrappedTensor) else results
     new = _run_again(op, [each.t for each in inputs])

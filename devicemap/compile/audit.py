@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
+from devicemap._tensorflow.pfor import LOOPS
 from devicemap.compile.graph_walker import BRANCHES, FunctionBody, GraphWalker
 from devicemap.compile.source_lines import source_line
 
@@ -33,9 +34,7 @@ _ATOMIC = frozenset(
 
 _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
-_LOOPS = frozenset("While StatelessWhile".split())
-
-_VARYING = _LOOPS | BRANCHES | _PYTHON | frozenset("For Print PrintV2".split())
+_VARYING = LOOPS | BRANCHES | _PYTHON | frozenset("For Print PrintV2".split())
 """Ops whose running time depends on values."""
 
 _NO_EFFECTS = frozenset(
@@ -160,8 +159,8 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=custom_gradients,
         custom_gradients_read=custom_gradients and bool(read_in_custom_gradients(concrete)),
-        loops=bool(types & _LOOPS),
-        gradient_needs_variants=bool(types & (_LOOPS | BRANCHES)),
+        loops=bool(types & LOOPS),
+        gradient_needs_variants=bool(types & (LOOPS | BRANCHES)),
         gathers_nd="ResourceGatherNd" in types,
         python_ops=tuple(sorted(types & _PYTHON)),
         pinned=any(map(_is_pinned, nodes)),

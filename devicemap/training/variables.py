@@ -60,7 +60,9 @@ def colocate_slots(model: Any) -> Iterator[None]:
         for optimizer in optimizers_of(model):
             inner = getattr(optimizer, "inner_optimizer", optimizer)  # in a `LossScaleOptimizer`
             if inner is optimizer:
-                replaced.enter_context(replacing(optimizer, build=partial(_in_thread, optimizer.build)))
+                replaced.enter_context(
+                    replacing(optimizer, build=partial(_build_in_thread, optimizer, optimizer.build))
+                )
             add = partial(_add_slot_at_home, inner.add_variable_from_reference)
             replaced.enter_context(replacing(inner, add_variable_from_reference=add))
             replaced.enter_context(replacing_gradient_sum(inner, _copy_home))
@@ -69,10 +71,16 @@ def colocate_slots(model: Any) -> Iterator[None]:
         yield
 
 
-def _in_thread(build: Callable[[Any], None], variables: Any) -> None:
+def _build_in_thread(optimizer: Any, build: Callable[[Any], None], variables: Any) -> None:
     """Build an optimizer in another thread, which has no graph. In `tf.init_scope`, the graph would create the variables."""
+    import keras
+
+    def build_in_scope() -> None:
+        with keras.name_scope(optimizer.name, caller=optimizer):  # which this thread does not have
+            build(variables)
+
     with ThreadPoolExecutor(1, "devicemap optimizer") as thread:
-        thread.submit(build, variables).result()
+        thread.submit(build_in_scope).result()
 
 
 def _copy_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:

@@ -265,6 +265,14 @@ def test_spread_variables_are_updated_where_they_are(name: str, devices: list[st
     assert [slot.value.device for slot in optimizer.momentums] == homes
 
 
+def test_variables_of_an_optimizer_have_its_name() -> None:
+    model = devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"])
+    model.compile("nadam", "mse", jit_compile=False)
+    model.train_on_batch(X, Y)
+    name = f"{model.optimizer.name}/"
+    assert all(v.path.startswith(name) and v.path.count(name) == 1 for v in model.optimizer.variables)
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.nightly)])
 def test_other_numbers_of_devices(count: int) -> None:
     case = CASES["batch normalization"]
