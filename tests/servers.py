@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import processes
@@ -19,6 +24,19 @@ class Server:
         self._process.start()
         sender.close()
         self.address = f"127.0.0.1:{receiver.recv()}"
+
+    @contextmanager
+    def stopped(self, seconds: float) -> Iterator[None]:
+        """Stop the process by SIGSTOP for the time of a context, at most for `seconds`."""
+        resume = partial(os.kill, self._process.pid, signal.SIGCONT)
+        timer = threading.Timer(seconds, resume)
+        os.kill(self._process.pid, signal.SIGSTOP)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            resume()
 
     def kill(self) -> None:
         """End the process by SIGKILL."""

@@ -17,7 +17,7 @@ from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.compile.audit import is_steady
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_deterministic
-from devicemap.compile.invoke import Invoker
+from devicemap.compile.invoke import Invoker, settle_hosts
 from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.replicas import Replicas, captures_fit, home_of
 from devicemap.compile.returned import check_row_counts
@@ -28,7 +28,7 @@ from devicemap.data.structure import as_objects
 from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.errors import function_error
 from devicemap.events import Shard
-from devicemap.hosts import host_of, is_remote, settle
+from devicemap.hosts import host_of, is_remote
 
 _KEPT_SHARDS = 256
 
@@ -135,7 +135,7 @@ class CompiledMap:
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call a graph on `rows` rows. Ctrl-C takes effect at once."""
-        settle(self._remote_devices)
+        settle_hosts(self._remote_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
     def run_taped(self, graph: Any, arguments: Sequence[Any], gradient_order: int) -> Any:
@@ -143,7 +143,7 @@ class CompiledMap:
 
         TensorFlow builds the forward and backward functions of a tape in the first such call, which is not thread-safe.
         """
-        settle(self._remote_devices)
+        settle_hosts(self._remote_devices)
         if (graph, gradient_order) in self._taped:
             return graph(*arguments)
         with self._taping:
@@ -215,12 +215,12 @@ class CompiledMap:
         if self.traced.audit.fixed_seeds:  # each graph retraces fn, which must not happen in a worker
             for spec in specs.values():
                 self.graph(spec)
-        lost = settle(self._remote_devices)
+        lost = settle_hosts(self._remote_devices)
         reached = [device for device in self.devices if host_of(device) not in lost]
         with captures_fit(self.traced, self._name, *reached):
             values = replicas.values(map(self.slots.index, reached))
             replaced = {device: replicas.create(self.slots.index(device), values)[0] for device in reached}
-            settle(self._remote_devices)
+            settle_hosts(self._remote_devices)
         attributes = attributes_of_calls()
 
         def function_on(device: str) -> ChunkFunction:

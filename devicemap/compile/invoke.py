@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from devicemap._tensorflow.calls import Cancellation, unrecorded
+from devicemap.hosts import is_remote, settle
 
 _SOON_SECONDS = 0.1
 """A call that is expected to take no longer may run in the main thread. It delays Ctrl-C by at most this time."""
@@ -85,6 +86,11 @@ def interruptible(call: Callable[[], Any], cancel: Callable[[], object]) -> Any:
         return result
     finally:
         del error  # its traceback refers to this frame
+
+
+def settle_hosts(devices: Collection[str]) -> frozenset[str]:
+    """Call `hosts.settle`. Ctrl-C takes effect also if a host has stopped."""
+    return interruptible(partial(settle, devices), lambda: None) if any(map(is_remote, devices)) else frozenset()
 
 
 def receive(queue: SimpleQueue[Any], deadline: float = math.inf) -> Any:

@@ -16,7 +16,7 @@ from devicemap._tensorflow.gradients import tape_may_record
 from devicemap._tensorflow.keras_calls import in_training
 from devicemap._tensorflow.runtime import colocate_with_inputs
 from devicemap.compile.graph_builder import copy_leaves, sizes_in_graph
-from devicemap.compile.invoke import Invoker
+from devicemap.compile.invoke import Invoker, settle_hosts
 from devicemap.compile.returned import row_count_checks, row_counts, with_static_rows
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
@@ -24,7 +24,6 @@ from devicemap.data.shards import join, shard_sizes
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, error_text, function_error
 from devicemap.events import short_name
-from devicemap.hosts import settle
 from devicemap.inspect.pipelines import PipelinePlan, StagePlan
 from devicemap.pipelines.microbatches import ScheduledCalls
 from devicemap.pipelines.schedule import PipelineOptions, Step
@@ -164,7 +163,7 @@ class EagerGraphs:
                 )
             return build(batch)
         try:
-            settle(self._devices)
+            settle_hosts(self._devices)
             parts = self._options.microbatches * len(self._options.devices)
             batch = replace(batch, min_rows=min(batch.min_rows or 0, parts))
             known = self._graphs.get(self._key(batch, key))

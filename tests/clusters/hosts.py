@@ -6,9 +6,12 @@ Two hosts have two CPU devices each, and two have an emulated GPU.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +186,19 @@ def test_python_functions_run_locally() -> None:
 def test_a_second_cluster() -> None:
     with pytest.raises(DeviceError, match=r"already connected to .* TensorFlow has one cluster per process"):
         devicemap.connect({"worker": ["127.0.0.1:2222"]})
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_ctrl_c_while_a_host_is_stopped(servers: Any, batch_size: int | None) -> None:
+    mapper = devicemap.DeviceMap(lambda row: scale * row, devices=["/job:worker", "CPU:0"], batch_size=batch_size)
+    mapper(ROWS)
+    start = time.monotonic()
+    with servers["worker"][0].stopped(seconds=20):
+        threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            mapper(ROWS)
+    assert time.monotonic() - start < 10
+    oracle.assert_same(mapper(ROWS), 3 * ROWS)
 
 
 def test_a_host_is_killed(servers: Any) -> None:
