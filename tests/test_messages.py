@@ -342,6 +342,7 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "result: two rows": (lambda b: tf.stack([1.0, b[0, 0]]), X, BATCHED),
     "result: a list of batches": (lambda b: [b, b * 2], X, BATCHED),
     "result: a TensorArray": (_array, X, {}),
+    "result: a length of text, with XLA": (tf.strings.length, ["a", "b"], {"jit_compile": True}),
     "result: ragged, with XLA": (tf.RaggedTensor.from_tensor, X, {**BATCHED, "jit_compile": True}),
     "signature: another nest": (lambda row: row, X, {"fn_output_signature": {"a": tf.float32}}),
     "signature: a tuple for a list": (lambda row: (row, row), X, {"fn_output_signature": [tf.float32] * 2}),
@@ -366,8 +367,12 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "run: fewer sparse rows": (lambda b: tf.sparse.from_dense(b[1:]), X[:5], BATCHED),
     "run: a scalar of unknown shape": (lambda b: tf.numpy_function(np.sum, [b], tf.float32), X, BATCHED),
     "run: fewer rows, skipped": (lambda b: b[1:], X, {**BATCHED, "on_error": "skip"}),
-    "run: text with XLA": (tf.strings.to_number, ["1", "2"], {"jit_compile": True}),
-    "run: text with XLA, skipped": (tf.strings.to_number, ["1", "2"], {"jit_compile": True, "on_error": "skip"}),
+    "run: text with XLA": (lambda x: tf.strings.length(tf.strings.as_string(x)), X, {"jit_compile": True}),
+    "run: text with XLA, skipped": (
+        lambda x: tf.strings.length(tf.strings.as_string(x)),
+        X,
+        {"jit_compile": True, "on_error": "skip"},
+    ),
     "run: a row without memory": (lambda n: tf.py_function(_exhausted, [n], tf.int64), NUMBERS[:1], {"batch_size": 2}),
 }
 

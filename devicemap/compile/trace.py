@@ -249,6 +249,11 @@ def _takes_others(fn: Callable[..., Any], count: int) -> bool:
 
 def _compile_with_xla(loop: ShardFunction, specs: list[Any]) -> ShardFunction:
     """Return the loop compiled by XLA, once for each number of rows of a shard."""
-    if not all(isinstance(leaf, tf.Tensor) for leaf in loop.concrete.structured_outputs):
-        raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
+    results = loop.concrete.structured_outputs
+    if not all(isinstance(leaf, tf.Tensor) for leaf in results) or any(
+        x.dtype == tf.string for x in (*specs, *results)
+    ):
+        raise failure(
+            "jit_compile=True with text, or ragged or sparse results: XLA has only dense numbers; set it to False"
+        )
     return replace(loop, concrete=call_with_leaves(loop.concrete, specs, jit_compile=True))
