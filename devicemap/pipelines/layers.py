@@ -138,7 +138,8 @@ def copied_layer(call: LayerCall, device: str) -> LayerCall:
             _copy_settings(layer, copy)
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise OptionError(
-            f"{layer.name} cannot be copied to its stage by get_config and build of {type(layer).__name__}: {error}"
+            f"{layer.name} cannot be copied to its stage by get_config and build of {type(layer).__name__}. Correct these, or "
+            f"give a Pipeline layers of your own as stages: {error}"
         ) from error
     finally:
         random.setstate(state)
