@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """Return the layers in a model or layer at any depth, including itself; an empty list for other objects."""
-    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
+    """Return the layers in a model or layer of Keras 3 at any depth, including itself; an empty list for other objects."""
+    known = "keras" in sys.modules and isinstance(model, sys.modules["keras"].Layer)
+    return list(model._flatten_layers()) if known else []
 
 
 def sublayers_of(layer: Any) -> list[Any]:
