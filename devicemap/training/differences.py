@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
-from devicemap._tensorflow.keras import layers_of, replacing
+from devicemap._tensorflow.keras import is_seed, layers_of, replacing
 from devicemap._tensorflow.keras_calls import in_inference
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.graph_walker import is_constant
@@ -88,7 +88,8 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
         adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         few = [_COMPARED_ROWS] if dense and not adds_rows else []
-        difference = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE)
+        draws = bool(scope.changed)
+        difference = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE, draws=lambda: draws)
     return difference and (
         f"{difference}. Each device sees some of the rows, so the results differ from those of one device; compute values of "
         "several rows in compute_loss, or in a train_step of the model, and make a table that rows share an attribute of the "
@@ -97,8 +98,9 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
 
 
 def is_comparable(found: Audit, scope: CallScope) -> bool:
-    """Whether a call has no side effects and draws no numbers. Loops may not end for random numbers."""
-    return not (scope.changed or found.has_side_effects or found.random_ops or found.python_ops or found.loops)
+    """Whether a call has no side effects, and draws the same numbers if it runs again. Loops may not end for random numbers."""
+    changed = not all(map(is_seed, scope.changed))
+    return not (changed or found.has_side_effects or found.random_ops or found.python_ops or found.loops)
 
 
 def _refuse_to_build(*_: Any, **__: Any) -> None:

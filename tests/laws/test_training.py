@@ -22,6 +22,7 @@ import tensorflow as tf
 import trainings
 from graphs import between_devices, partitions, placements
 from keras import layers
+from pipelined import Drawing
 from trainings import CASES, STEPS, Applies, Case, InTraining, X, Y, mlp, normalized, sequential
 
 import devicemap
@@ -151,6 +152,10 @@ WARNED: dict[str, tuple[Any, Callable[[Any], Any] | layers.Layer, list[str]]] = 
     "failing for few rows": (EMBEDDED, lambda x: x + tf.gather(x, [3]), [OTHER_ROWS]),
     "one row": (EMBEDDED, added_to_the_fifth, [OTHER_ROWS]),
     "in training": (EMBEDDED, InTraining(centred), [OTHER_ROWS]),
+    "in training, after dropout": (
+        EMBEDDED, keras.Sequential([layers.Dropout(0.5), InTraining(centred)]), [OTHER_ROWS]),
+    "random layers": (
+        EMBEDDED, keras.Sequential([layers.GaussianNoise(0.5), layers.SpatialDropout1D(0.5), Drawing()]), []),
     "a fixed seed": (EMBEDDED, InTraining(with_noise), [FIXED_SEED]),
     "a seed of a normalized layer": (
         EMBEDDED, keras.Sequential([layers.BatchNormalization(), InTraining(with_same_noise)]), []),
