@@ -93,7 +93,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         expect(flag, isinstance(getattr(checked, flag), bool), "True or False")
     expect("vectorize", isinstance(checked.vectorize, bool) or _is_auto(checked.vectorize), "True, False or 'auto'")
     valid = size is None or _is_auto(size) or _is_int(size, 1)
-    expect("batch_size", valid, "None, 'auto' or an int of at least 1, in rows per device call")
+    expect("batch_size", valid, "None, 'auto' or a 64-bit int of at least 1, in rows per device call")
     expect("fn_output_signature", _is_signature(checked.fn_output_signature), "a nest of dtypes and tf.TypeSpecs")
     valid = prefetch is None or _is_int(prefetch, 1)
     expect("prefetch", valid, "None or an int of at least 1: how many chunks are under way on a device")
@@ -140,7 +140,7 @@ def check_progress(progress: Any) -> Any:
 def check_count(name: str, value: Any) -> None:
     """Raise `OptionError` unless the value is an int of at least 1."""
     if not _is_int(value, 1):
-        raise OptionError(f"{name}={value!r}; expected an int of at least 1")
+        raise OptionError(f"{name}={value!r}; expected a 64-bit int of at least 1")
 
 
 def check_choice(name: str, value: Any, *choices: str | None) -> None:
@@ -162,7 +162,7 @@ def _is_auto(value: Any) -> bool:
 
 
 def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) < 2**63
 
 
 def _is_signature(nest: Any) -> bool:
