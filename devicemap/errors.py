@@ -131,7 +131,7 @@ def error_text(error: BaseException) -> str:
 _TRACE = re.compile(
     r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )|Exception encountered when"
 )
-_CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
+_CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?(\{\{function_node [^}]*\}\} ?)?( \[Op:(Iterator|Load)\w+\].*)?")
 _ESCAPE_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 

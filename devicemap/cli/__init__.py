@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from devicemap import __version__
-from devicemap.errors import DeviceMapError, OptionError
+from devicemap.errors import DeviceMapError, OptionError, error_text
 
 _INPUT = """a .npy file; a .npz file (a dict of its arrays); TFRecord files; any other files, as bytes; a folder or a quoted
 pattern of files of one kind; a folder written by tf.data.Dataset.save; or MODULE:DATASET, data or a function that returns it"""
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = text.replace(option, flag)
         return _fail(options, f"error: {text}", 2 if isinstance(error, OptionError) else 1)
     except Exception as error:
-        return _fail(options, f"error: {type(error).__name__}: {error} (--traceback shows the source line)", 1)
+        return _fail(options, f"error: {error_text(error)} (--traceback shows the source line)", 1)
 
 
 def _flush() -> None:
