@@ -16,8 +16,9 @@ from pathlib import Path
 from devicemap import __version__
 from devicemap.errors import DeviceMapError, OptionError, error_text
 
-_INPUT = """a .npy file; a .npz file (a dict of its arrays); TFRecord files; any other files, as bytes; a folder or a quoted
-pattern of files of one kind; a folder written by tf.data.Dataset.save; or MODULE:DATASET, data or a function that returns it"""
+_INPUT = """a .npy file; a .npz file (a dict of its arrays); TFRecord files (.tfrecord, .tfrecords, .tfrec); any other files, as
+bytes; a folder or a quoted pattern of files of one kind; a folder written by tf.data.Dataset.save; or MODULE:DATASET, data or
+a function that returns it"""
 
 
 _FLAGS = {"batched=True": "--batched", "the option seed, as in parallel_map(fn, data, seed=1)": "--seed 1"}

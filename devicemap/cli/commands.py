@@ -178,6 +178,6 @@ _FILES = {
 
 _OTHER_FILES = frozenset(
     ".arrow .avro .bz2 .csv .feather .gz .h5 .hdf5 .ipc .json .jsonl .keras .mat .ndjson .orc .pickle .pkl .pq .pt "
-    ".safetensors .sqlite .tar .tfrecord .tfrecords .tsv .txt .xlsx .xz .zip .zst".split()
+    ".safetensors .sqlite .tar .tfrec .tfrecord .tfrecords .tsv .txt .xlsx .xz .zip .zst".split()
 )
 """Suffixes of files that `run` cannot write, for which a directory would be a surprise."""

@@ -31,7 +31,8 @@ _ROWS_PER_BATCH = 64
 _TABLES = ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".feather", ".xlsx", ".h5", ".pkl"
 """Suffixes of files with many rows that are not read."""
 
-_RECORDS = re.compile(r".*\.tfrecords?(-\d+-of-\d+)?(\.gz)?", re.IGNORECASE)
+_RECORDS = re.compile(r".*\.tfrec(ords?)?(-\d+-of-\d+)?(\.gz)?", re.IGNORECASE)
+_SHARD = re.compile(r".*-\d+-of-\d+(\.gz)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,11 @@ def _kind(name: str) -> str:
     suffix = Path(name).suffix.lower()
     if _RECORDS.fullmatch(name):
         return "GZIP" if suffix == ".gz" else ""
+    if _SHARD.fullmatch(name):
+        raise DataError(
+            f"{name} has the name of a shard; rename TFRecord files to NAME.tfrecord, or pass MODULE:DATASET, a function that "
+            "reads the file"
+        )
     return suffix if suffix in (".npy", ".npz") else "bytes"
 
 

@@ -98,6 +98,13 @@ def _make_inputs() -> None:
     for suffix in ("", ".gz"):
         for i in range(2):
             _records(f"x.tfrecord-0000{i}-of-00002{suffix}", *(b"x" * (5 * i + n) for n in range(5)))
+    for name in ("y.tfrec", "y.tfrec-00001-of-00002"):
+        _records(name, b"x")
+    pathlib.Path("my-code/package").mkdir(parents=True)
+    pathlib.Path("my-code/package/__init__.py").touch()
+    pathlib.Path("my-code/2020.py").write_text("from package.numbers import numbers")
+    pathlib.Path("my-code/package/relative.py").write_text("from .numbers import numbers")
+    pathlib.Path("my-code/package/numbers.py").write_text("numbers = list(range(20))")
     pathlib.Path("files/deeper").mkdir(parents=True)
     for name, size in (*((f"{n}.jpg", n) for n in range(7)), ("deeper/a.jpg", 7), (".hidden", 1000)):
         pathlib.Path("files", name).write_bytes(b"x" * size)
@@ -116,6 +123,7 @@ INPUTS: list[tuple[str, str, list[str], Any]] = [
     ("length", "texts", [], [1, 2, 4]),
     ("length", "x.tfrecord*2", ["--batched"], range(10)),
     ("length", "x.tfrecord*.gz", [], range(10)),
+    ("length", "y.tfrec*", [], [1, 1]),
     ("length", "files", ["--batched"], range(7)),
     ("length", "files/**/*.jpg", [], range(8)),
     ("double", "saved", [], X * 2),
