@@ -117,6 +117,7 @@ def _run(options: argparse.Namespace) -> int:
     if save:  # before anything is printed, because that fails if the reader of the output has ended
         _export(results, out, suffix)
         shutil.rmtree(directory)
+    source.counts()  # warns of records that were cut off
     print(report.summary if report and (report.rows or report.failed_rows) else "no row was missing")
     for row in failed:
         print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import glob
 import gzip
+import importlib
 import os
 import pkgutil
 import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.errors import DataError, OptionError, warn_user
+from devicemap.errors import DataError, OptionError, brief, warn_user
 
 _SLICE_BYTES = 2**22
 """Approximate bytes of a `.npy` file that are read at once."""
@@ -45,43 +48,62 @@ class Input:
     rows: Any
     """A dataset of single rows, or a nest of arrays."""
 
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """The number of rows in each file, in the order of rows."""
+    counts: Callable[[], Mapping[str, int]]
+    """Returns the number of rows in each file or dataset, in the order of rows."""
 
     def locate(self, row: int) -> str:
         """Return the name of the file with a row, and the index of the row in it."""
-        for name, count in self.counts.items():
+        for name, count in self.counts().items():
             if row < count:
                 return name if count == 1 else f"{name}, row {row}"
             row -= count
         return f"row {row}"
 
 
-def load_object(name: str) -> Any:
-    """Return the object `MODULE:NAME` or `FILE.py:NAME`. The current directory is searched first, as by `python -m`."""
+def load_object(name: str, expected: str = "MODULE:FUNCTION") -> Any:
+    """Return the object `MODULE:NAME` or `FILE.py:NAME`. The current directory is searched first, as by `python -m`.
+
+    `FILE` is imported from the folder of its outermost package, or else from its own, as by pytest.
+    """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = pkgutil.resolve_name(os.path.normpath(name).replace(".py:", ":").replace("/", "."))
+        path, is_file, attribute = name.partition(".py:")
+        if is_file:
+            folder, module = Path(path).resolve().parent, Path(path).name
+            while (folder / "__init__.py").exists():
+                folder, module = folder.parent, f"{folder.name}.{module}"
+            sys.path.insert(0, str(folder))
+            loaded = importlib.import_module(module)
+            if not os.path.samefile(f"{path}.py", str(loaded.__file__)):
+                raise ImportError(f"{loaded.__file__} has the same name; rename one of the files")
+            found = attrgetter(attribute)(loaded)
+        else:
+            found = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
-        advice = "expected MODULE:FUNCTION, found from the current directory and PYTHONPATH"
+        advice = f"expected {expected}, found from the current directory and PYTHONPATH"
         raise OptionError(f"{name}: {type(error).__name__}: {error}; {advice}") from error
     if isinstance(found, ModuleType):
-        raise OptionError(f"{name} is a module; expected MODULE:FUNCTION")
+        raise OptionError(f"{name} is a module; expected {expected}")
     return found
 
 
 def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     """Read an INPUT, whose kinds the help of the command line describes. Batches have `batch_size` rows, or any number."""
     saved = os.path.exists(os.path.join(path, "dataset_spec.pb"))
-    if saved or (re.fullmatch(r"[\w./-]+:[\w.]+", path) and not os.path.exists(path)):
-        data = tf.data.Dataset.load(path) if saved else load_object(path)
+    if saved or (re.fullmatch(r"[^*?[]+:[\w.]+", path) and not os.path.exists(path)):
+        try:
+            data = tf.data.Dataset.load(path) if saved else load_object(path, "a file, a folder or MODULE:DATASET")
+        except OptionError:
+            raise
+        except Exception as error:  # of TensorFlow or of protocol buffers
+            raise DataError(f"{path} cannot be read: {brief(error)}") from error
         data = data() if callable(data) else data
         rows = data
         if batched and isinstance(data, tf.data.Dataset):
             with suppress(ValueError):  # for elements without rows, which the map refuses
                 rows = data.unbatch()
-        return Input(data, rows)
+        return Input(data, rows, lambda: {path: sys.maxsize})
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not names and os.path.exists(path) and not os.path.isdir(path):
@@ -102,15 +124,14 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     (kind,) = kinds
     if kind == ".npz":
         arrays = _load(names[0])
-        return Input(arrays, arrays, {names[0]: sys.maxsize})
+        return Input(arrays, arrays, lambda: {names[0]: sys.maxsize})
     if kind == ".npy":
         return _read_npy({name: _load(name) for name in names}, batched, batch_size)
     if kind == "bytes":
-        counts = dict.fromkeys(names, 1)
         rows = tf.data.Dataset.from_tensor_slices(names).map(tf.io.read_file, num_parallel_calls=tf.data.AUTOTUNE)
     else:
-        counts = {name: _count_records(name) for name in names}
         rows = tf.data.TFRecordDataset(names, kind)
+    counts = cache(lambda: {name: 1 if kind == "bytes" else _count_records(name) for name in names})
     return Input(rows.batch(batch_size or _ROWS_PER_BATCH) if batched else rows, rows, counts)
 
 
@@ -178,4 +199,4 @@ def _read_npy(arrays: dict[str, Any], batched: bool, batch_size: int | None) -> 
     counts = {name: len(array) for name, array in arrays.items()}
     data = tf.data.Dataset.from_generator(slices, output_signature=tf.TensorSpec([None, *shape], dtype))
     rows = data.unbatch().apply(tf.data.experimental.assert_cardinality(sum(counts.values())))
-    return Input(data if batched else rows, rows, counts)
+    return Input(data if batched else rows, rows, lambda: counts)

@@ -130,6 +130,8 @@ INPUTS: list[tuple[str, str, list[str], Any]] = [
     ("double", "batches", ["--batched"], X * 2),
     ("double", "functions:numbers", [], range(0, 40, 2)),
     ("double", "./functions.py:numbers", [], range(0, 40, 2)),
+    ("double", "my-code/2020.py:numbers", [], range(0, 40, 2)),
+    ("double", "my-code/package/relative.py:numbers", [], range(0, 40, 2)),
     ("double", "functions:batches", ["--batched"], range(0, 40, 2)),
     ("model.apply", "x.npy", ["--simulate", "8"], X + 1),
 ]
@@ -158,6 +160,7 @@ def test_a_tfrecord_that_was_cut_inside_a_header(suffix: str, kept: int) -> None
     _records("whole", b"", b"x", b"xx")
     whole = pathlib.Path("whole").read_bytes()[: -(8 + 4 + 2 + 4) + kept]
     pathlib.Path(f"cut.tfrecord{suffix}").write_bytes(gzip.compress(whole) if suffix else whole)
+    assert main(["explain", "functions:length", f"cut.tfrecord{suffix}"]) == 0  # does not count the records
     with pytest.warns(RuntimeWarning, match=f"cut.tfrecord{suffix} was cut .*lost"):
         assert run("length", f"cut.tfrecord{suffix}").tolist() == [0, 1]
 
@@ -182,7 +185,15 @@ def test_inputs_that_cannot_be_read() -> None:
         "uneven/1": X[:, 0],
     }.items():
         np.save(f"{name}.npy", array)
-    for name in ("mixed/readme.txt", "bad.npz", "packed/0.tfrecord", "packed/1.tfrecord.gz"):
+    pathlib.Path("spec").mkdir()
+    for name in (
+        "mixed/readme.txt",
+        "bad.npz",
+        "train-00000-of-00010",
+        "spec/dataset_spec.pb",
+        "packed/0.tfrecord",
+        "packed/1.tfrecord.gz",
+    ):
         pathlib.Path(name).write_text("not an array")
     for path, words in {
         "mixed": "has mixed/readme.txt, mixed/x.npy; expected files of one kind",
@@ -192,6 +203,8 @@ def test_inputs_that_cannot_be_read() -> None:
         "dates.npy": "dates.npy is not a file of plain arrays with dtypes of TensorFlow",
         "bad.npz": "bad.npz is not a file of plain arrays",
         "uneven": r"uneven/1.npy has an array of float32 \[20\]; .* as in uneven/0.npy of float32 \[2\]",
+        "train*": "train-00000-of-00010 has the name of a shard; rename TFRecord files to NAME.tfrecord, or pass MODULE:",
+        "spec": "spec cannot be read: ",
         "packed": "expected files of one kind",
         "*.npz": "expected files of one kind, or one .npz file",
     }.items():
@@ -331,6 +344,9 @@ def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.Cap
 
 
 MISTAKES = [
+    (["functions:double", "nowhere:data"], 2, "expected a file, a folder or MODULE:DATASET, found from"),
+    (["full/json.py:loads", "x.npy"], 2, "json/__init__.py has the same name; rename one of the files"),
+    (["functions:double", "x.npy", "--batch-size", "9" * 21], 2, "expected None, 'auto' or a 64-bit int of at least 1"),
     (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
     (["../functions.py:double", "x.npy"], 2, "found from the current directory and PYTHONPATH"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
@@ -361,6 +377,7 @@ def test_mistakes(arguments: list[str], code: int, words: str, capsys: Any, monk
     pathlib.Path("exits.py").write_text("raise SystemExit(0)")
     pathlib.Path("full").mkdir()
     pathlib.Path("full/thesis.tex").touch()
+    pathlib.Path("full/json.py").touch()
     command = ["run", *arguments, *([] if "--out" in arguments else ["--out", "out"]), "--quiet"]
     assert main(command) == code
     said = capsys.readouterr().err
