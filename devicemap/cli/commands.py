@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,7 @@ def _run(options: argparse.Namespace) -> int:
         if out.exists() and not (directory / DATABASE).exists():
             raise FileExistsError(f"{out} already exists; remove it to compute it again")
         check_format(suffix, mapper.as_dataset(source.data).element_spec)
+    warnings.filterwarnings("ignore", ".* left out; the first: ")  # all are printed below
     try:
         results = mapper.write(source.data, directory, trust_function=options.trust_function)
     except FunctionError as error:
@@ -144,7 +146,7 @@ def _export(results: Results, out: Path, suffix: str) -> None:
 
 def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:
     """Name the row that failed, by mapping the rows of the failed chunk one by one, or else the rows of the chunk."""
-    shard = error.shards[0]
+    shard = error.shards[-1]  # the first ones are of devices that tried it before
     first, last = shard.start, shard.stop - 1
     if first < last:
         rows = source.rows

@@ -320,6 +320,7 @@ def test_a_file_without_the_failed_rows(capsys: pytest.CaptureFixture[str]) -> N
     assert "in/3.txt failed on CPU:" in capsys.readouterr().out
     assert not pathlib.Path("out.npy.partial").exists()
     assert np.load("out.npy").tolist() == [1, 3, 1]
+    assert write("short", "in/[13].txt", "--skip-errors") == 3  # without a warning that all failed
 
 
 # Errors
@@ -334,10 +335,14 @@ def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.Cap
     content = bytearray(pathlib.Path("1.tfrecord").read_bytes())
     content[26 + 15] ^= 1  # in the second record
     pathlib.Path("1.tfrecord").write_bytes(content)
+    tf.data.Dataset.from_tensors(X).repeat(2).save("saved")
+    (damaged,) = pathlib.Path("saved").rglob("*.snapshot")
+    damaged.write_bytes(damaged.read_bytes()[:-20])
     for function, path, words in [
         ("not_30", "[01].npy", "1.npy, row 5: not_30 failed on row"),
         ("short", "?.txt", "1.txt: short failed on row"),
-        ("length", "?.tfrecord", "1.tfrecord, row 1 cannot be read: "),
+        ("length", "?.tfrecord", "1.tfrecord, row 1 cannot be read: corrupted record at 38\n"),
+        ("double", "saved", f"saved, row {20 if options else 1} cannot be read: truncated record at"),
     ]:
         assert write(function, path, *options, out=function) == 1
         assert f"error: {words}" in capsys.readouterr().err
