@@ -51,7 +51,7 @@ def test_columns_come_and_go() -> None:
     """Of all types that Arrow and TensorFlow both have, the first row being left out; numbers stay where they lie."""
     pa = pytest.importorskip("pyarrow")
     images = np.arange(36, dtype="f").reshape(3, 2, 6)
-    lists = {"lists": [[1.0], [], [2.0, 3.0]], "nested": [[["x"]], [], [["y", "z"], []]], "empty": [[], [], []]}
+    lists = {"lists": [[1.0], [], [2.0, 3.0]], "nested": [[["x"]], [], [["y", "z"], []]]}
     columns = {
         "numbers": np.arange(3), "flags": np.array([True, False, True]), "text": np.array(["a", "", "bc"], object),
         "images": images, "sounds": np.array([np.ones([n, 2], "f") for n in (2, 1, 3)], object),
@@ -61,7 +61,7 @@ def test_columns_come_and_go() -> None:
     table = table_of(columns).slice(1)
     rows = rows_of(table)
     assert {name: as_list(rows[name]) for name in lists} == {
-        "lists": [[], [2.0, 3.0]], "nested": [[], [[b"y", b"z"], []]], "empty": [[], []]
+        "lists": [[], [2.0, 3.0]], "nested": [[], [[b"y", b"z"], []]]
     }  # fmt: skip
     assert as_list(rows["text"]) == [b"", b"bc"]
     assert rows["sounds"].shape.as_list() == [2, None, 2]
@@ -79,11 +79,18 @@ def test_columns_come_and_go() -> None:
     }
 
 
+def test_missing_floating_point_numbers() -> None:
+    pa = pytest.importorskip("pyarrow")
+    pytest.importorskip("ray.data", reason="Ray Data is not installed")
+    assert str(as_list(rows_of(pa.table({"x": [1.0, None]}))["x"])) == "[1.0, nan]"
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"values": [1, None]}, "1 missing values of type int64"),
         ({"values": [["a"], [None]]}, "missing values of type string"),
+        *(({"values": values}, "of unknown type") for values in ([None], [[], []], [[[]], []], [[], [None]])),
         ({"values": [{"a": 1}]}, "expected numbers"),
         ({"values": [1, 2], "type": "timestamp[us]"}, "expected numbers"),
     ],

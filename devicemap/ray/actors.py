@@ -89,6 +89,11 @@ def rows_of(table: Any) -> dict[str, Any]:
 
     def of_array(name: str, array: Any) -> Any:
         kind = array.type
+        if pa.types.is_null(kind) and table.num_rows:
+            raise DataError(
+                f"column {name!r} of a block has only missing values or empty lists, of unknown type; cast it first, by "
+                "map_batches"
+            )
         if array.null_count and not pa.types.is_floating(kind):
             raise DataError(
                 f"column {name!r} has {array.null_count} missing values of type {kind}; fill or drop them first"
@@ -101,7 +106,7 @@ def rows_of(table: Any) -> dict[str, Any]:
             if isinstance(values, tf.RaggedTensor):
                 return tf.RaggedTensor.from_uniform_row_length(values, kind.list_size, len(array))
             return tf.reshape(values, [len(array), kind.list_size, *values.shape[1:]])
-        if pa.types.is_null(kind):  # the values of lists that are all empty
+        if pa.types.is_null(kind):
             array = array.cast(pa.float64())
         column: Any = BlockAccessor.for_block(pa.table({name: array})).to_numpy(name)
         return _checked(name, kind, column)
