@@ -302,8 +302,8 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        write(self._mapper, data, directory, trust_function, retry_failed)
-        return open_results(directory)
+        *_, absolute = write(self._mapper, data, directory, trust_function, retry_failed)
+        return open_results(absolute)
 
     def verify(
         self, data: Any, rows: int | None = None, *, tolerance: float | None = None, seconds: float | None = 30.0

@@ -117,7 +117,7 @@ def _run(options: argparse.Namespace) -> int:
         raise _reading_error(source, error) from error
     report, failed, count = mapper.report, results.failed_rows, len(results)
     if save:  # before anything is printed, because that fails if the reader of the output has ended
-        _export(results, out, suffix)
+        _export(results, directory, out, suffix)
         shutil.rmtree(directory)
     source.counts()  # warns of records that were cut off
     print(report.summary if report and (report.rows or report.failed_rows) else "no row was missing")
@@ -136,12 +136,12 @@ def _output_suffix(out: Path) -> str:
     return suffix
 
 
-def _export(results: Results, out: Path, suffix: str) -> None:
+def _export(results: Results, directory: Path, out: Path, suffix: str) -> None:
     try:
         export(results, out, suffix)
     except (OptionError, JournalError) as error:  # rows of different shapes, which only the results show
-        saving = f"devicemap.open_results({str(results.directory)!r}).to_parquet({str(out.with_suffix('.parquet'))!r})"
-        raise type(error)(f"{error}. All rows are in {results.directory}: {saving} saves them") from error
+        saving = f"devicemap.open_results({str(directory)!r}).to_parquet({str(out.with_suffix('.parquet'))!r})"
+        raise type(error)(f"{error}. All rows are in {directory}: {saving} saves them") from error
 
 
 def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:

@@ -55,7 +55,7 @@ WHERE id BETWEEN ? AND ? AND typeof(data) = 'blob' AND length(data) <= {_PART_BY
 
 _READER = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "query_only=ON"
 _WRITER = (*_READER[:3], "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF")
-_LOCKED = "database is locked"
+_LOCKED, _READ_ONLY = "database is locked", "attempt to write a readonly database"
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 """The end of a journal that names a super-journal, which SQLite would delete. Only transactions on several files have one."""
 
@@ -122,7 +122,16 @@ def open_database(directory: Path) -> Iterator[Database]:
     with _database_errors(f"reading results in {directory}", "Is this a directory that devicemap has written to?"):
         _check_files(directory)
         with _connected(directory / DATABASE, "rw", _READER) as connection:
-            yield Database(directory, connection)
+            try:
+                database = Database(directory, connection)
+            except sqlite3.OperationalError as error:
+                if str(error) != _READ_ONLY:
+                    raise
+                raise JournalError(
+                    f"{directory} is read-only, and a commit to it was interrupted. Its owner must open it once, by "
+                    "open_results, to roll the commit back"
+                ) from error
+            yield database
 
 
 class Database:

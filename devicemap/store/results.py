@@ -72,10 +72,9 @@ class Results:
     """
 
     def __init__(self, directory: Path, header: Header, chunks: Sequence[StoredChunk]):
-        self.directory = directory
+        self.directory = directory.absolute()  # the program may change its working directory
         """The directory that holds the results."""
 
-        self._absolute = directory.absolute()  # the program may change its working directory
         self.structure = structure_of(header.call["results"])
         """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
 
@@ -256,7 +255,7 @@ class Results:
         return [_join(whole, spec) if isinstance(whole, list) else whole for whole, spec in zip(joined, self._specs)]
 
     def _read_chunks(self, start: int, stop: int) -> Iterator[tuple[StoredChunk, list[Any]]]:
-        with open_database(self._absolute) as database:
+        with open_database(self.directory) as database:
             for chunk in overlapping(self._chunks, start, stop):
                 if chunk.error is None:
                     yield chunk, database.leaves(chunk, self._specs)

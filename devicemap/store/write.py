@@ -32,18 +32,19 @@ def write(
     directory: str | os.PathLike[str],
     trust_function: bool = False,
     retry_failed: bool = False,
-) -> tuple[CompiledMap, list[StoredChunk]]:
+) -> tuple[CompiledMap, list[StoredChunk], Path]:
     """Compute and store the chunks that a directory does not hold. The arguments are those of `DeviceMap.write`.
 
-    Returns the compiled map, and the rows that failed before and do not run again.
+    Returns the compiled map, the rows that failed before and do not run again, and the absolute path of the directory.
     """
-    if not isinstance(directory, str | os.PathLike):
+    if not isinstance(directory, str | os.PathLike) or isinstance(os.fspath(directory), bytes):
         raise OptionError(f"directory={directory!r:.80}; expected a path, after the data")
     directory = Path(directory)
     rows = data if isinstance(data, tf.data.Dataset) else as_rows(data)
     source = mapper.source(rows, "written")
     compiled = mapper.program.compiled_for(source)
     call, uncovered = _describe_call(mapper, source, compiled)
+    absolute = directory.absolute()  # an observer may change the working directory
     with open_for_writing(directory) as writer:
         total = 0
         if writer.header is not None and writer.stored:
@@ -85,19 +86,19 @@ def write(
             while begins_again:
                 warn_user(f"{mapper.program.name} {begins_again.pop()}")
         writer.put(header._replace(rows=missing.rows_read))
-    return compiled, [chunk for chunk in stored if chunk.error is not None]
+    return compiled, [chunk for chunk in stored if chunk.error is not None], absolute
 
 
 @tf.autograph.experimental.do_not_convert
 def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
     """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
-    compiled, left_out = write(mapper, data, directory)
+    compiled, left_out, absolute = write(mapper, data, directory)
     if left_out:
         warn_user(
             f"{mapper.program.name}: {len(left_out)} row(s) failed in earlier runs and are left out; the first: row "
             f"{left_out[0].start}: {left_out[0].error}. Without on_error='skip' they are computed again",
         )
-    with open_database(Path(directory)) as database:
+    with open_database(absolute) as database:
         finished = (chunk for chunk in database.contents()[1] if chunk.error is None)
         return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in finished)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from stored import DATA, Counted, read_rows, untouched, write_chunks
 
 import devicemap
 from devicemap import Reducer
-from devicemap.errors import JournalError
+from devicemap.errors import JournalError, OptionError
 from devicemap.events import ChunkFinished, Event
+from devicemap.store import database
 from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest
 
@@ -283,6 +286,10 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
     ):
         with untouched(tmp_path), pytest.raises(JournalError, match=message):
             call(directory)
+    entry, *_ = os.scandir(os.fsencode(tmp_path))  # its path is bytes
+    for wrong in (3, entry):
+        with pytest.raises(OptionError, match="expected a path, after the data"):
+            Counted(_triple).write(wrong)
     # A call that fails on its first chunk does not block a later call.
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
 
@@ -292,3 +299,23 @@ def test_results_after_the_working_directory_has_changed(tmp_path: Path, monkeyp
     results = devicemap.DeviceMap(_triple).write(DATA, "results")
     monkeypatch.chdir(tmp_path / "results")
     np.testing.assert_array_equal(results.load(), _triple(DATA))
+    moving = devicemap.DeviceMap(_triple, progress=lambda event: os.chdir(tmp_path))
+    np.testing.assert_array_equal(moving.write(DATA, "rows").load(), _triple(DATA))
+    os.chdir(tmp_path / "results")
+    assert moving.reduce(DATA, "sum", "sum").numpy().tolist() == _triple(DATA).sum(0).tolist()
+
+
+def test_a_commit_that_was_interrupted_in_a_directory_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devicemap.DeviceMap(_triple).write(DATA, tmp_path / "a")
+    with closing(sqlite3.connect(tmp_path / "a" / DATABASE, isolation_level=None)) as connection:
+        for statement in ("PRAGMA cache_size=1", "BEGIN", "INSERT INTO parts VALUES (99, zeroblob(999999))"):
+            connection.execute(statement)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    connected = database._connected
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "_connected", lambda path, mode, *others: connected(path, "ro", *others))
+        with pytest.raises(JournalError, match="b is read-only, and a commit to it was interrupted"):
+            devicemap.open_results(tmp_path / "b")
+    np.testing.assert_array_equal(devicemap.open_results(tmp_path / "b").load(), _triple(DATA))
