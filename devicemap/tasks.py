@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import last_set_seed
+from devicemap._tensorflow.functions import last_set_seed, summary_settings
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras_calls import dtype_policy
 from devicemap.data.rows import Rows
@@ -106,9 +106,9 @@ def parallel_tasks(
         leave_out=lambda item, shard, error: skipped.update({shard.start: error}),
         observe=observe,
     )
-    set_up_keras = _keras_settings()
+    set_up = summary_settings(), _keras_settings()
     runners = [
-        Runner(device, partial(copy_context().run, _task_function, fn, device, set_up_keras), in_flight=1)
+        Runner(device, partial(copy_context().run, _task_function, fn, device, set_up), in_flight=1)
         for device in names[: max(1, len(items))]
     ]
     for result in run_chunks(MemorySource(Rows((), (items,), len(items)), 1), runners, call):
@@ -136,10 +136,11 @@ def _action_after(
     return RetryAction.LEAVE_OUT if skips else RetryAction.RAISE
 
 
-def _task_function(fn: Callable[..., Any], device: str, set_up_keras: Callable[[], None]) -> Callable[[Chunk], Any]:
+def _task_function(fn: Callable[..., Any], device: str, set_up: Iterable[Callable[[], None]]) -> Callable[[Chunk], Any]:
     """Return the function that runs a task on a device, in the thread and the context of this call."""
     task_device.set(device)
-    set_up_keras()
+    for each in set_up:
+        each()
     keywords = {"device": device} if _takes_device(fn) else {}
 
     def run_task(task: Chunk) -> Any:

@@ -6,11 +6,12 @@ import contextlib
 import gc
 import signal
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,7 +20,6 @@ import processes
 import pytest
 import tensorflow as tf
 import threads
-from oracle import assert_close
 
 import devicemap
 from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted, RowFailed
@@ -164,59 +164,36 @@ def test_an_interrupt_returns_at_once() -> None:
     threads.wait_until_ended()  # the two tasks that were running end, and no other starts
 
 
-def _train(seed: int, eagerly: bool = False) -> list[np.ndarray]:
-    """Train a model whose random numbers all have seeds of their own."""
-    dense = keras.layers.Dense(4, "relu", kernel_initializer=keras.initializers.GlorotUniform(seed))
-    rest = [keras.layers.Dropout(0.3, seed=seed), keras.layers.BatchNormalization()]
-    model = keras.Sequential([keras.Input([4]), dense, *rest, keras.layers.Dense(1, kernel_initializer="ones")])
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False, run_eagerly=eagerly)
-    model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
-    weights: list[np.ndarray] = model.get_weights()
-    return weights
+def test_an_interrupt_names_the_task_that_failed_before() -> None:
+    release, started = threading.Event(), threading.Barrier(2)
 
+    def task(item: int) -> None:
+        started.wait(60)
+        if item == 0:
+            raise ValueError("bad")
+        time.sleep(1)  # until the failure is known
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        release.wait(60)
 
-def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
-    seeds = range(len(devices) + 1)
-    together = devicemap.parallel_tasks(_train, seeds, devices=devices)
-    for seed, weights in zip(seeds, together):
-        assert_close(weights, _train(seed, eagerly=True))
-
-
-@pytest.mark.private("knowing that the global seed was set")
-@pytest.mark.parametrize("set_seed", [tf.random.set_seed, keras.utils.set_random_seed])
-def test_a_task_that_sets_the_global_seed(set_seed: Callable[[int], None]) -> None:
-    set_seed(7)
-    with pytest.warns(RuntimeWarning, match="a task set the global seed") as warned:
-        assert devicemap.parallel_tasks(lambda n: set_seed(7), range(2), devices=["CPU:0", "CPU:1"]) == [None, None]
-    assert warned[0].filename == __file__
-
-
-def test_the_global_seed_on_one_device_or_without_changes() -> None:
-    def drawn(n: int) -> list[float]:
-        tf.random.set_seed(n)
-        return tf.random.normal([2]).numpy().tolist()
-
-    assert devicemap.parallel_tasks(drawn, [3, 4], devices=["CPU:1"]) == [drawn(3), drawn(4)]
-    tf.random.set_seed(5)
-    first, second = (tf.random.normal([2]).numpy() for _ in range(2))
-    tf.random.set_seed(5)
-    np.testing.assert_array_equal(tf.random.normal([2]), first)
-    assert devicemap.parallel_tasks(lambda n: n, range(2), devices=["CPU:0", "CPU:1"]) == [0, 1]
-    np.testing.assert_array_equal(tf.random.normal([2]), second)
-
-
-def test_settings_of_keras_hold_in_tasks() -> None:
-    """Keras keeps them for each thread."""
-    keras.config.set_dtype_policy("mixed_float16")
-    keras.config.disable_interactive_logging()
     try:
-        policies = devicemap.parallel_tasks(
-            lambda n: (keras.layers.Dense(n).dtype_policy.name, keras.config.is_interactive_logging_enabled()), [1, 2]
-        )
+        with pytest.raises(KeyboardInterrupt) as caught:
+            devicemap.parallel_tasks(task, range(2), devices=["CPU:0", "CPU:1"])
     finally:
-        keras.config.set_dtype_policy("float32")
-        keras.config.enable_interactive_logging()
-    assert policies == [("mixed_float16", False)] * 2
+        release.set()
+    assert caught.value.__notes__ == ["a task failed before: ValueError: bad", "item 0 on CPU:0: 0"]
+    threads.wait_until_ended()
+
+
+@pytest.mark.private("copying the default writer")
+@pytest.mark.parametrize("records", [True, False])
+def test_settings_of_summaries_hold_in_tasks(records: bool, devices: list[str], tmp_path: Path) -> None:
+    """TensorFlow keeps them for each thread, and silently drops summaries without a writer."""
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(3), tf.summary.record_if(records):
+        written = devicemap.parallel_tasks(lambda n: bool(tf.summary.write("n", n)), range(4), devices=devices)
+    assert written == [records] * 4
+    (file,) = tmp_path.iterdir()
+    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(file))]
+    assert [event.step for event in events if event.HasField("summary")] == [3] * 4 * records
 
 
 DEFAULTS = """

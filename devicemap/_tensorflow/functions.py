@@ -23,6 +23,7 @@ _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOr
 _atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "AtomicFunction.graph")
 _operations = Private("tensorflow", "Operation._add_control_input")
 _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
+_summary = Private("tensorflow.python.ops.summary_ops_v2", "_summary_state.writer")
 
 NO_AUTO_CONTROL_DEPS = {"_disable_acd": True}
 """`tf.function(experimental_attributes=...)`: no automatic control dependencies between the ops of the function.
@@ -214,6 +215,16 @@ def last_set_seed() -> Any:
     Random numbers start again after each call (test_each_seeding_is_another). The public API shows only the seed, by a draw.
     """
     return getattr(_context.context(), "_rng", None)
+
+
+@with_fallback(lambda: nothing, _summary)
+def summary_settings() -> Callable[[], None]:
+    """Return a function that copies this thread's writer, step and condition of `tf.summary` to another thread.
+
+    The public API sets them, but returns only the step (test_settings_of_summaries_are_copied_to_another_thread).
+    """
+    settings = dict(vars(_summary._summary_state))
+    return lambda: vars(_summary._summary_state).update(settings)
 
 
 @cache

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from devicemap.compile.invoke import join_threads, receive
 from devicemap.data.sources import Source
+from devicemap.errors import add_note, error_text
 from devicemap.events import CallFinished, CallStarted
 from devicemap.run.chunk_sizes import Throughput
 from devicemap.run.scheduler import DELIVERED, Scheduler
@@ -51,6 +52,7 @@ def run_chunks(
             yield result
     except BaseException as raised:
         error = raised
+        _note_failure(raised, scheduler.error)
         raise
     finally:
         atexit.unregister(stop)
@@ -63,6 +65,13 @@ def run_chunks(
                 call.notify(CallFinished, error=error)
             finally:
                 error = None  # its traceback refers to this frame
+
+
+def _note_failure(error: BaseException, failed: BaseException | None) -> None:
+    """Note the error of a failed task, which waits for running tasks, on an error that ends the call first."""
+    if failed is not None and failed is not error:
+        for note in (f"a task failed before: {error_text(failed)}", *getattr(failed, "__notes__", [])):
+            add_note(error, note)
 
 
 def _received(call: Call) -> Iterator[ChunkResult]:

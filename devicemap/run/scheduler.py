@@ -94,7 +94,7 @@ class Scheduler:
         self._retries: deque[QueuedChunk] = deque()
         self._read = self._delivered = 0
         self._at_end = False
-        self._error: BaseException | None = None  # of the first task that failed
+        self.error: BaseException | None = None  # of the first task that failed
 
     def run(self) -> None:
         """Schedule chunks until all are computed, the call fails, or the consumer leaves: the target of the thread."""
@@ -104,15 +104,15 @@ class Scheduler:
                     while not self._call.to_scheduler.empty():
                         self._handle(self._call.to_scheduler.get())
                 elif self._at_end and not self._unfinished:
-                    if self._error is not None:
-                        self._call.fail(self._error)
+                    if self.error is not None:
+                        self._call.fail(self.error)
                     return
                 else:
                     self._wait()
         except BaseException as error:  # from the observer, or from describing an error
             self._call.fail(error)
         finally:
-            self._error = None  # its traceback will refer to the scheduler
+            self.error = None  # its traceback will refer to the scheduler
 
     def close(self) -> None:
         """End the scheduler, and each worker after its current chunk."""
@@ -257,8 +257,8 @@ class Scheduler:
                 if not self._call.are_tasks:
                     self._suspect(name, queued, message.started, error)
             case RetryAction.RAISE:  # when running tasks have finished
-                self._error, self._at_end = self._error or error, True
-        if self._error is not None:
+                self.error, self._at_end = self.error or error, True
+        if self.error is not None:
             self._retries.clear()
 
     def _suspect(self, name: str, queued: QueuedChunk, started: float, error: BaseException) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -24,6 +26,7 @@ from devicemap._tensorflow.functions import (
     in_xla_context,
     last_set_seed,
     python_function,
+    summary_settings,
     with_captures,
 )
 from devicemap._tensorflow.gradient_links import fan_out, gradient_redirector
@@ -165,6 +168,19 @@ def test_each_seeding_is_another() -> None:
     assert last_set_seed() is first is not None
     tf.random.set_seed(1)
     assert last_set_seed() is not first
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_settings_of_summaries_are_copied_to_another_thread(condition: bool, tmp_path: Path) -> None:
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(7), tf.summary.record_if(condition):
+        set_up = summary_settings()
+
+    def settings() -> Any:
+        set_up()
+        return bool(tf.summary.should_record_summaries()), tf.summary.experimental.get_step()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(settings).result() == (condition, 7)
 
 
 @pytest.mark.parametrize("called", [False, True])

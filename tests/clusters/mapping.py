@@ -101,7 +101,7 @@ def careful(row: Any) -> Any:
     ("fn", "options", "message"),
     [
         (careful, {}, r"careful failed on row 1 on CPU:0: .*too large"),
-        (lambda batch: batch["id"][:3], {"batched": True}, "one row per input row"),
+        (lambda batch: batch["id"][:3], {"batched": True}, "expected one row for each row"),
     ],
     ids=["raises", "fewer rows"],
 )
