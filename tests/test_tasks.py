@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import processes
 import pytest
 import tensorflow as tf
 import threads
+from oracle import assert_close
 
 import devicemap
 from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted, RowFailed
@@ -182,6 +184,61 @@ def test_an_interrupt_names_the_task_that_failed_before() -> None:
         release.set()
     assert caught.value.__notes__ == ["a task failed before: ValueError: bad", "item 0 on CPU:0: 0"]
     threads.wait_until_ended()
+
+
+def _train(seed: int, eagerly: bool = False) -> list[np.ndarray]:
+    """Train a model whose random numbers all have seeds of their own."""
+    dense = keras.layers.Dense(4, "relu", kernel_initializer=keras.initializers.GlorotUniform(seed))
+    rest = [keras.layers.Dropout(0.3, seed=seed), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input([4]), dense, *rest, keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False, run_eagerly=eagerly)
+    model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
+    weights: list[np.ndarray] = model.get_weights()
+    return weights
+
+
+def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
+    seeds = range(len(devices) + 1)
+    together = devicemap.parallel_tasks(_train, seeds, devices=devices)
+    for seed, weights in zip(seeds, together):
+        assert_close(weights, _train(seed, eagerly=True))
+
+
+@pytest.mark.private("knowing that the global seed was set")
+@pytest.mark.parametrize("set_seed", [tf.random.set_seed, keras.utils.set_random_seed])
+def test_a_task_that_sets_the_global_seed(set_seed: Callable[[int], None]) -> None:
+    set_seed(7)
+    with pytest.warns(RuntimeWarning, match="a task set the global seed") as warned:
+        assert devicemap.parallel_tasks(lambda n: set_seed(7), range(2), devices=["CPU:0", "CPU:1"]) == [None, None]
+    assert warned[0].filename == __file__
+
+
+def test_the_global_seed_on_one_device_or_without_changes() -> None:
+    def drawn(n: int) -> list[float]:
+        tf.random.set_seed(n)
+        return tf.random.normal([2]).numpy().tolist()
+
+    assert devicemap.parallel_tasks(drawn, [3, 4], devices=["CPU:1"]) == [drawn(3), drawn(4)]
+    tf.random.set_seed(5)
+    first, second = (tf.random.normal([2]).numpy() for _ in range(2))
+    tf.random.set_seed(5)
+    np.testing.assert_array_equal(tf.random.normal([2]), first)
+    assert devicemap.parallel_tasks(lambda n: n, range(2), devices=["CPU:0", "CPU:1"]) == [0, 1]
+    np.testing.assert_array_equal(tf.random.normal([2]), second)
+
+
+def test_settings_of_keras_hold_in_tasks() -> None:
+    """Keras keeps them for each thread."""
+    keras.config.set_dtype_policy("mixed_float16")
+    keras.config.disable_interactive_logging()
+    try:
+        policies = devicemap.parallel_tasks(
+            lambda n: (keras.layers.Dense(n).dtype_policy.name, keras.config.is_interactive_logging_enabled()), [1, 2]
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.config.enable_interactive_logging()
+    assert policies == [("mixed_float16", False)] * 2
 
 
 @pytest.mark.private("copying the default writer")
