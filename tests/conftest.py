@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("gpus"):
         items[:] = [item for item in items if "devices" in getattr(item, "fixturenames", ()) and not _has_its_own(item)]
     if not config.getoption("all"):
-        nightly = config.getoption("markexpr") == ""
+        nightly = "not nightly" not in config.getoption("markexpr")
         selected = _selected([item for item in items if nightly or item.get_closest_marker("nightly") is None])
         config.hook.pytest_deselected(items=[item for item in items if item not in selected])
         items[:] = selected
