@@ -38,6 +38,74 @@ OTHER_LENGTHS = (
 """Advice for a call whose arguments have first axes of unknown length, which count as rows."""
 
 
+class _CallTrace:
+    """A trace of a call of a layer for more rows than the batch has, if they are dense."""
+
+    def __init__(
+        self,
+        forward: ForwardPass,
+        layer: Any,
+        given: CallArguments,
+        tensors: Sequence[Any],
+        row_losses: RowLosses | None,
+    ):
+        """`tensors`: the rows of `given`, and then targets, for which `row_losses` finds losses."""
+        self._layer, self.rows = layer, _prime_from(_MORE_ROWS + (given.count or 0))
+        self.advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
+        """Advice for errors about the number of rows."""
+        self.dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
+        """Whether the arguments are dense."""
+        self.scope = CallScope()
+        """The losses that layers add, and the variables that they change."""
+        self.synchronized = list[Any]()
+        """The batch normalizations that take mean and variance of the rows of all devices."""
+        norms = batch_norms_of(forward.model) if forward.synchronizes else []
+
+        def moments(norm: Any, mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
+            self.synchronized.append(norm)
+            return mean, variance
+
+        @tf.function(autograph=False)
+        def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            args, kwargs = given.with_rows(leaves)
+            with given.calls.continued(), self.scope, replacing_moments(norms, moments):
+                results = layer.call(*args, **kwargs)
+            if row_losses is not None:
+                row_losses.find(results, leaves[len(given.rows) :], self.rows)
+            losses = [loss for _, loss, _ in self.scope.added]
+            graph = tf.compat.v1.get_default_graph()
+            if any(getattr(loss, "graph", None) is not graph for loss in losses):  # a number, or of an inner graph
+                losses = []
+            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)], losses
+
+        self.concrete = self._traced(call, tensors)
+        """Returns the outputs, and then the losses that layers add."""
+        self.outputs = self.concrete.structured_outputs[0]
+        """The specs of the outputs."""
+        self.shapes = [spec.shape for spec in self.outputs] if self.dense else []
+        """The static shapes of the outputs, if the arguments are dense."""
+        self.returns_dense = self.dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in self.outputs)
+        """Whether the arguments and the outputs are dense."""
+        self.audit = audit(self.concrete)
+
+    def _traced(self, function: Any, tensors: Sequence[Any]) -> Any:
+        specs = [
+            tf.TensorSpec([self.rows, *leaf.shape[1:]], leaf.dtype) if self.dense else tf.type_spec_from_value(leaf)
+            for leaf in tensors
+        ]
+        try:
+            return function.get_concrete_function(*specs)
+        except Exception as error:
+            # If this raises the same error, the error shows the shapes of the batch.
+            function.get_concrete_function(*tensors)
+            raise failure(
+                f"{self._layer.name} works for the rows of this batch, but not for {self.rows} rows, and each device sees some "
+                "of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
+                "output, or compute values of several rows in compute_loss, or in a train_step of the "
+                f"model{self.advice}"
+            ) from error
+
+
 class CallAnalysis:
     """What the trace of a call shows."""
 
@@ -55,101 +123,65 @@ class CallAnalysis:
         Raises:
             FunctionError: each device would change a variable or a table, or variables would lose their gradients.
         """
-        self._layer, self._trace_rows = layer, _prime_from(_MORE_ROWS + (given.count or 0))
-        self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
-        synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
-        norms, scope, normalizing = batch_norms_of(forward.model), CallScope(), list[Any]()
-        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
-
-        def moments(norm: Any, mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
-            normalizing.append(norm)
-            return mean, variance
-
-        @tf.function(autograph=False)
-        def call(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            args, kwargs = given.with_rows(leaves)
-            with given.calls.continued(), scope, replacing_moments(norms if synchronized else [], moments):
-                results = layer.call(*args, **kwargs)
-            if row_losses is not None:
-                row_losses.find(results, leaves[len(given.rows) :], self._trace_rows)
-            losses = [loss for _, loss, _ in scope.added]
-            graph = tf.compat.v1.get_default_graph()
-            if any(getattr(loss, "graph", None) is not graph for loss in losses):  # a number, or of an inner graph
-                losses = []
-            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)], losses
-
-        concrete = self._trace(call, tensors, dense)
-        outputs = concrete.structured_outputs[0]
-        self.synchronizes = synchronizes = bool(normalizing)
+        trace = _CallTrace(forward, layer, given, tensors, row_losses)  # not an attribute, which would keep its graph
+        self._layer, self._rows, self._shapes, self._advice = layer, trace.rows, trace.shapes, trace.advice
+        self.synchronizes = bool(trace.synchronized)
         """Whether batch normalization takes mean and variance of the rows of all devices."""
-        self.averaged = {id(v) for norm in (normalizing if synchronized else norms) for v in moving_averages_of(norm)}
+        norms = trace.synchronized if forward.synchronizes else batch_norms_of(forward.model)
+        self.averaged = {id(variable) for norm in norms for variable in moving_averages_of(norm)}
         """Moving averages of batch normalization, by identity."""
-        found = audit(concrete)
-        self.devices = forward.devices[: python_calls_at_once()] if found.python_ops else forward.devices
+        self.devices = forward.devices[: python_calls_at_once()] if trace.audit.python_ops else forward.devices
         """The devices that may run the call at the same time."""
-        self.fixed_seeds = found.fixed_seeds
+        self.fixed_seeds = trace.audit.fixed_seeds
         """The seeds of random ops that keep state for each trace."""
-        self.keeps_state = found.keeps_state(differentiable=True)
+        self.keeps_state = trace.audit.keeps_state(differentiable=True)
         """Whether ops keep state for each trace, so that each device needs a trace of its own."""
-        _check(concrete, found, layer.name)
-        drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
-        read = {id(handle) for handle in concrete.captured_inputs}
-        own = [*layer.variables, *(v for v in forward.variables if id(tf_variable(v).handle) in read)]
-        # Values in place of these variables would have no gradient, or would not be read.
-        lost = read_in_custom_gradients(concrete) | _read_in_concrete_functions(concrete)
-        used = {id(variable) for variable in own if id(tf_variable(variable).handle) not in lost}
-        known = [v for v in forward.variables if id(v) in (drawn if is_seed(v) else used)]
-        self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
+        _check(trace.concrete, trace.audit, layer.name)
+        seeds = {id(variable): variable for variable in trace.scope.changed if is_seed(variable)}
+        self.variables = _used_variables(trace, forward, layer, seeds)
         """The variables of which devices get values: those of the layer, those of other layers that it reads, and the seeds
         from which it draws, such as Keras's global seed."""
-        sent = {id(tf_variable(variable).handle) for variable in self.variables}
-        resources = {id(each) for each in concrete.captured_inputs if each.dtype == tf.resource}
-        _check_draws(concrete, layer.name, [tf_variable(variable).handle for variable in drawn.values()])
+        drawn = [tf_variable(seed).handle for seed in seeds.values()]
+        _check_draws(trace.concrete, layer.name, drawn)
         self._difference: str | None = None
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1:
-            training = may_train() and is_comparable(found, scope)
-            self._difference = fixed_seed(concrete, self._trace_rows) if dense else None
+            training = may_train() and is_comparable(trace.audit, trace.scope)
+            self._difference = fixed_seed(trace.concrete, trace.rows) if trace.dense else None
             self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
         self.lookups = dict.fromkeys(map(id, self.variables), Lookups.OF_ROWS)
         """The lookups in trained variables, by identity of the latter. With one device, gradients of all may have slices."""
         if len(forward.devices) > 1 or runs_again:
-            self.lookups = _lookups(concrete, self.variables, [*drawn.values()], self._trace_rows)
-        self._shapes = [spec.shape for spec in outputs] if dense else []
-        dense = dense and all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in outputs)
-        sources = sources_of_gradients(concrete) if dense else []
-        self.sources, self.sources_of_losses = sources[: len(outputs)], sources[len(outputs) :]
+            self.lookups = _lookups(trace.concrete, self.variables, drawn, trace.rows)
+        sources = sources_of_gradients(trace.concrete) if trace.returns_dense else []
+        self.sources, self.sources_of_losses = sources[: len(trace.outputs)], sources[len(trace.outputs) :]
         """The arguments and variables to which the gradient of each output goes, or nothing if there are other tensors."""
-        self.trained = [variable for variable in concrete.graph.variables if variable.trainable]
+        self.trained = [variable for variable in trace.concrete.graph.variables if variable.trainable]
         """The `tf.Variable`s that the call reads and that may be trained, also those of other layers."""
-        reads_others = not resources <= sent and len(forward.devices) > 1
-        self.not_for_xla = _reason_against_xla(
-            found, dense, reads_others, synchronizes=synchronizes, runs_again=runs_again
-        )
+        self.not_for_xla = self._reason_against_xla(trace, forward, runs_again)
         """The reason why XLA does not compile the call, or `None`."""
-        watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *concrete.captured_inputs]
-        once = runs_again or (forward.model.jit_compile and self.not_for_xla is None)
-        self.inline = synchronizes or (not (once or self.keeps_state) and order_of_gradients(concrete, watched) > 1)
+        watched = [*tf.nest.flatten(list(tensors), expand_composites=True), *trace.concrete.captured_inputs]
+        once = self.keeps_state or runs_again or (forward.model.jit_compile and self.not_for_xla is None)
+        self.inline = self.synchronizes or (not once and order_of_gradients(trace.concrete, watched) > 1)
         """Whether the ops of all devices are in one function. They are if devices exchange statistics, or under nested or
         persistent tapes, which would differentiate inner functions several times."""
 
-    def _trace(self, function: Any, tensors: Sequence[Any], dense: bool) -> Any:
-        """Trace a function of leaves for more rows than these tensors have, if they are dense."""
-        specs = [
-            tf.TensorSpec([self._trace_rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-            for leaf in tensors
-        ]
-        try:
-            return function.get_concrete_function(*specs)
-        except Exception as error:
-            # If this raises the same error, the error shows the shapes of the batch.
-            function.get_concrete_function(*tensors)
-            raise failure(
-                f"{self._layer.name} works for the rows of this batch, but not for {self._trace_rows} rows, and each device "
-                "sees some of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an "
-                "input and an output, or compute values of several rows in compute_loss, or in a train_step of the "
-                f"model{self._advice}"
-            ) from error
+    def _reason_against_xla(self, trace: _CallTrace, forward: ForwardPass, runs_again: bool) -> str | None:
+        sent = {id(tf_variable(variable).handle) for variable in self.variables}
+        others = [each for each in trace.concrete.captured_inputs if each.dtype == tf.resource and id(each) not in sent]
+        if self.synchronizes:
+            return "synchronized batch normalization exchanges values between devices"
+        if runs_again:
+            return "accumulate and recompute call layers again for their gradients"
+        if may_train() and trace.audit.gradient_needs_variants:
+            return "XLA does not compile a loop or branch apart from its gradient"
+        if not trace.returns_dense:
+            return "XLA has no ragged or sparse tensors"
+        if others and len(forward.devices) > 1:
+            return "it reads a variable or a table of another device"
+        if self.keeps_state:
+            return "its random ops or Python functions keep state for each device"
+        return "it runs eagerly" if tf.executing_eagerly() else None
 
     def repeats_draws(self, concrete: Any, shards: int) -> bool:
         """Return whether this number of shards in one function draw the same numbers, as functions traced before do."""
@@ -189,13 +221,14 @@ class CallAnalysis:
 
     def check_outputs(self, shapes: Sequence[Any]) -> None:
         """Refuse outputs without one row for each row, by their static shapes for shards and for the rows of the trace."""
+        rows = self._rows
         for known, shape in zip(shapes, self._shapes):
             if None in (known.rank, shape.rank):
                 continue
             varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
-            if not shape.rank or shape[0] not in (None, self._trace_rows) or self._trace_rows in varying:
+            if not shape.rank or shape[0] not in (None, rows) or rows in varying:
                 raise failure(
-                    f"{self._layer.name} returns an output of shape {shape} for {self._trace_rows} rows; expected one row for "
+                    f"{self._layer.name} returns an output of shape {shape} for {rows} rows; expected one row for "
                     "each row, whose shape does not depend on other rows, because outputs of devices are joined. Compute "
                     f"values of several rows in compute_loss, or in a train_step of the model{self._advice}"
                 )
@@ -203,6 +236,17 @@ class CallAnalysis:
 
 def _prime_from(start: int) -> int:
     return next(n for n in itertools.count(start) if all(n % k for k in range(2, math.isqrt(n) + 1)))
+
+
+def _used_variables(trace: _CallTrace, forward: ForwardPass, layer: Any, seeds: dict[int, Any]) -> list[Any]:
+    """Return the variables of which devices get values; `seeds`: those from which the layer draws, by identity."""
+    read = {id(handle) for handle in trace.concrete.captured_inputs}
+    own = [*layer.variables, *(v for v in forward.variables if id(tf_variable(v).handle) in read)]
+    # Values in place of these variables would have no gradient, or would not be read.
+    lost = read_in_custom_gradients(trace.concrete) | _read_in_concrete_functions(trace.concrete)
+    used = {id(variable) for variable in own if id(tf_variable(variable).handle) not in lost}
+    known = [v for v in forward.variables if id(v) in (seeds if is_seed(v) else used)]
+    return [*known, *map(seeds.get, seeds.keys() - map(id, known))]
 
 
 def _check(concrete: Any, found: Audit, name: str) -> None:
@@ -235,8 +279,8 @@ def _check_draws(concrete: Any, name: str, seeds: Sequence[Any]) -> None:
 
 
 def _lookups(concrete: Any, sent: Sequence[Any], seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
-    """Return the lookups in the trained variables of which values are sent, by identity."""
-    known = lookups_in(concrete, [tf_variable(seed).handle for seed in seeds], rows)
+    """Return the lookups in the trained variables of which values are sent, by identity. `seeds`: the handles of seeds."""
+    known = lookups_in(concrete, seeds, rows)
     trained = {tf_variable(v).handle.ref(): v for v in sent if v.trainable}
     found = {id(variable): known.get(key, Lookups.NONE) for key, variable in trained.items()}
     mixed = [variable.path for variable in trained.values() if found[id(variable)] is Lookups.MIXED]
@@ -259,21 +303,3 @@ def _lookups(concrete: Any, sent: Sequence[Any], seeds: Sequence[Any], rows: int
                 "use recompute="
             )
     return found
-
-
-def _reason_against_xla(
-    found: Audit, dense: bool, reads_others: bool, *, synchronizes: bool, runs_again: bool
-) -> str | None:
-    if synchronizes:
-        return "synchronized batch normalization exchanges values between devices"
-    if runs_again:
-        return "accumulate and recompute call layers again for their gradients"
-    if may_train() and found.gradient_needs_variants:
-        return "XLA does not compile a loop or branch apart from its gradient"
-    if not dense:
-        return "XLA has no ragged or sparse tensors"
-    if reads_others:
-        return "it reads a variable or a table of another device"
-    if found.keeps_state(differentiable=True):
-        return "its random ops or Python functions keep state for each device"
-    return "it runs eagerly" if tf.executing_eagerly() else None

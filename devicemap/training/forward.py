@@ -27,7 +27,9 @@ class ForwardPass:
     ):
         """`batch_norm`, `added_losses`: as for `parallelize`. `recomputed`: layers that run again for their gradients."""
         self.model, self.devices = model, devices
-        self.batch_norm, self.added_losses, self.recomputed = batch_norm, added_losses, recomputed
+        self.added_losses, self.recomputed = added_losses, recomputed
+        self.synchronizes = batch_norm == "synchronized" and len(devices) > 1
+        """Whether batch normalization takes mean and variance of the rows of all devices."""
         self.variables = model.variables
         """The variables of the model."""
         self.calls = 0
