@@ -87,17 +87,22 @@ class GradientPaths:
         self._graph: Any = None
 
     def track_results(self, results: Sequence[Any], sources: Sequence[frozenset[Any] | None]) -> list[Any]:
-        """Return the results, whose gradients are noted. Results after those with `sources` depend on all inputs."""
+        """Return the results, whose gradients are noted. Results after those with `sources` depend on all inputs.
+
+        Ragged and sparse results have `sources` for each component.
+        """
         if not self.differ:
             return list(results)
-        more = len(results) - len(sources)
+        parts = tf.nest.flatten(list(results), expand_composites=True)
+        more = len(parts) - len(sources)
         self._sources = [frozenset() if each is None else each for each in sources] + [self.inputs] * more
-        return [
-            gradients_through([result], partial(self._record_use, i))[0]
-            if result.dtype.is_floating or result.dtype.is_complex
-            else result
-            for i, result in enumerate(results)
+        tracked = [
+            gradients_through([part], partial(self._record_use, i))[0]
+            if part.dtype.is_floating or part.dtype.is_complex
+            else part
+            for i, part in enumerate(parts)
         ]
+        return list(tf.nest.pack_sequence_as(list(results), tracked, expand_composites=True))
 
     def _record_use(self, i: int, upstream: Any) -> list[Any]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

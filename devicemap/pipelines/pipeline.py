@@ -48,8 +48,8 @@ class Pipeline:
             `K - k` microbatches. "gpipe": it holds those of all microbatches. "interleaved": as "1f1b", with several stages on
             each device, which divides the idle time by their number. In a call under a tape, all forward calls come first.
         output_device: the device on which results are gathered.
-        batch_norm: "synchronized": if layers write variables in a call, as batch normalization does in training, the batch is
-            one microbatch, and the stages work one after another. "local": such layers see one microbatch at a time.
+        batch_norm: "synchronized": if stages write variables in a call, as batch normalization does in training, the batch is
+            one microbatch, and the stages work one after another. "local": such stages see one microbatch at a time.
         added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer`. "sum"
             or "mean": such losses are the sum or the mean over the rows. Those of an `activity_regularizer` are means since
             Keras 3.14, and sums before.

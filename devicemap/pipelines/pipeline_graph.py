@@ -247,7 +247,7 @@ def _bytes_of(variables: Sequence[Any]) -> int:
 
 
 def _needs_whole_batch(stages: Sequence[TracedStage], options: PipelineOptions) -> bool:
-    """Whether a layer computes a value of all rows, as batch normalization does in training."""
+    """Whether a stage may compute a value of all rows, as batch normalization does in training."""
     return not options.local and any(stage.mixes_rows for stage in stages)
 
 

@@ -73,7 +73,7 @@ class PipelineOptions:
     """Number of microbatches of each replica."""
 
     local: bool
-    """Whether layers that write variables, such as batch normalization in training, see one microbatch at a time."""
+    """Whether stages that write variables, as batch normalization does in training, see one microbatch at a time."""
 
     added_losses: str | None
     """Whether losses that depend on the rows are a "sum" or a "mean" over them."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import retracing
 from devicemap._tensorflow.keras import attached_tensors, is_seed, layers_of, tf_variable
 from devicemap._tensorflow.keras_calls import graph_of, is_stateless, is_training, recording_keras_use
-from devicemap.compile.audit import WRITES
+from devicemap.compile.audit import WRITES, Treatment
 from devicemap.compile.graph_walker import depends_on
 from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.trace import Traced, in_fn, trace
@@ -76,7 +76,7 @@ class TracedStage:
     """
 
     mixes_rows: bool
-    """Whether layers write variables other than seeds, as batch normalization does in training."""
+    """Whether it writes variables or tables other than seeds, as batch normalization does in training."""
 
     @property
     def takes_targets(self) -> bool:
@@ -188,7 +188,11 @@ class Stage:
         self.variables = [by_stored[key] for key in dict.fromkeys(id(tf_variable(v)) for v in known)]
         by_handle = {id(tf_variable(variable).handle): variable for variable in of_keras}
         written = [by_handle.get(id(handle)) for handle in written_by(traced)]
-        mixes_rows = any(variable is not None and not is_seed(variable) for variable in written)
+        seeds = {id(tf_variable(variable).handle) for variable in of_keras if is_seed(variable)}
+        states = zip(traced.captures, traced.audit.treatments)
+        mixes_rows = any(
+            kind in (Treatment.ATOMIC, Treatment.ORDERED) and id(each) not in seeds for each, kind in states
+        )
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         parts = self._options.microbatches * len(self._options.devices)
         in_parts = parts > 1 and (self._options.local or not mixes_rows)

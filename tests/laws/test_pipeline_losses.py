@@ -355,6 +355,41 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
         fitted.fit(x, x, verbose=0)
 
 
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "ragged floats"])
+def test_gradients_beside_ragged_and_sparse_results_of_stages(kind: str, devices: list[str]) -> None:
+    lengths = [2, 1, 3, 1, 2, 1, 2]
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(12.0 if "floats" in kind else 12), lengths)
+    first, second = tf.Variable(2.0), tf.Variable(3.0)
+
+    def begin(rows: Any) -> Any:
+        ids = rows["ids"].to_sparse() if kind == "sparse" else rows["ids"]
+        return ids, rows["x"] * first, rows["x"] * second
+
+    def end(ids: Any, a: Any, b: Any) -> Any:
+        total = tf.reduce_sum(tf.sparse.to_dense(ids) if kind == "sparse" else ids, 1)
+        return tf.reduce_sum(a * b, 1) * tf.cast(total, tf.float32)
+
+    pipe = Pipeline([begin, end], devices, 3, loss=lambda y, outputs: outputs)
+    data = {"ids": ragged, "x": x}
+    wanted = of_tape(lambda: tf.reduce_mean(end(*begin(data))), [first, second])
+    assert_close(pipe.value_and_gradients(data, tf.zeros([7])), wanted)
+
+
+def test_functions_that_write_variables_see_the_whole_batch(devices: list[str]) -> None:
+    average, count = tf.Variable(0.0), tf.Variable(0)
+
+    def centered(rows: Any) -> Any:
+        average.assign(0.5 * average + tf.reduce_mean(rows))
+        count.assign_add(1)
+        return rows - average
+
+    pipe = Pipeline([tf.sin, centered], devices, 3)
+    for state in (tf.reduce_mean(tf.sin(x)), 1.5 * tf.reduce_mean(tf.sin(x))):
+        np.testing.assert_allclose(pipe(x), tf.sin(x) - state, rtol=1e-5, atol=1e-6)
+    assert int(count) == 2
+    assert pipe.explain(x).microbatches == 1
+
+
 @pytest.mark.private("the order of ops in backward passes")
 @pytest.mark.filterwarnings("ignore:.*needs the whole batch:RuntimeWarning")
 @pytest.mark.parametrize(("batch_norm", "microbatches"), [("synchronized", 1), ("local", 4)])
