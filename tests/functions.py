@@ -386,6 +386,8 @@ LONG = tf.Variable(tf.sort(shared(40)))
 PICTURE, SYSTEM = tf.Variable(shared(9, 8, 3)), tf.Variable(shared(5, 5) + 5 * tf.eye(5))
 STEPS, NAME = tf.Variable(3), tf.Variable("ab")
 NAMES = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["ab"], [2.0]), 0.0)
+DENSE = tf.lookup.experimental.DenseHashTable(tf.int64, tf.float32, 0.5, empty_key=-1, deleted_key=-2)
+DENSE.insert(tf.constant([0, 1], tf.int64), [2.0, 3.0])
 PLACES, FIRST, TILES = tf.constant([0, 2, 1, 1, 2]), tf.constant([6, 0, 3, 1, 2]), normal(6, 5, 3)
 
 
@@ -421,6 +423,7 @@ SHARED = {
     "search for several": (lambda x: tf.gather(LONG, tf.minimum(tf.searchsorted(LONG, x[0, 0], side="right"), 39)), TILES),
     "embedding": (embedded, (TILES, FIRST)),
     "steps of an integer variable": (in_steps, normal(5)),
+    "vectors of keys": (lambda r: r * DENSE.lookup(tf.cast(tf.abs(2 * r), tf.int64)), ROWS),
     "a name": (lambda r: tf.where(tf.strings.length(NAME) == 2, r * LEVEL, r) * NAMES.lookup(NAME), ROWS),
 }  # fmt: skip
 """None of it is copied for each row."""

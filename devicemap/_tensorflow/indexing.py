@@ -10,8 +10,10 @@ from devicemap._tensorflow.pfor import (
     NotVectorizableError,
     convert_as_tensorflow,
     for_all_rows,
+    merge_axes,
     pfor,
     run_again,
+    split_axis,
     wrap_stacked,
 )
 
@@ -20,8 +22,11 @@ def convert_lookup(given: Any) -> Any:
     """Look up the indices or keys of all rows at once, in a variable or table that all rows share."""
     wanted, *others = given.inputs[1:]
     defaults = [given.unstacked_input(i) for i in range(2, 2 + len(others))]
-    (found,) = run_again(given.op, [given.unstacked_input(0), wanted.t, *defaults])
-    return [pfor.wrap(found, wanted.is_stacked)]
+    # A `DenseHashTable` takes a vector of keys, but other tables and variables take any shape.
+    in_table = given.op_type == "LookupTableFindV2" and given.op.inputs[1].shape.rank != 0
+    axes = 2 if wanted.is_stacked and in_table else 1
+    (found,) = run_again(given.op, [given.unstacked_input(0), merge_axes(wanted.t, axes), *defaults])
+    return [pfor.wrap(split_axis(found, wanted.t, axes), wanted.is_stacked)]
 
 
 def convert_shared(given: Any) -> Any:
@@ -112,18 +117,21 @@ def convert_strided_slice(given: Any) -> Any:
     if not any(given.input(i).is_stacked for i in (1, 2, 3)):
         return convert_as_tensorflow(given)
     params = given.input(0)
-    spec, indices = _parts_of_slice(given)
     result, stacked = params.t, params.is_stacked
+    spec, indices = _parts_of_slice(given, with_shared=not stacked)
+    if not stacked and not _are_adjacent(indices):
+        spec, indices = _parts_of_slice(given, with_shared=False)
     if not stacked and (result.dtype.is_floating or result.dtype.is_complex):
         # The gradient of a reshaped tensor is dense, as that of a slice (test_gradients_of_slices_are_dense). A gather has
         # slices, which optimizers square one by one.
         result = tf.reshape(result, tf.shape(result))
+    checked = {axis: _checked_index(params, axis, index) for axis, index in indices.items()}
     if not spec and [*indices] == [*range(len(indices))]:  # only indices of the first axes
-        checked = [_checked_index(params, axis, index) for axis, index in indices.items()]
-        return wrap_stacked([tf.gather_nd(result, tf.stack(checked, -1), batch_dims=int(stacked))])
-    for axis in sorted(indices, reverse=True):
-        index = _checked_index(params, axis, indices[axis])
-        result = tf.gather(result, index, axis=axis + stacked, batch_dims=int(stacked))
+        return wrap_stacked([tf.gather_nd(result, tf.stack([*checked.values()], -1), batch_dims=int(stacked))])
+    if not stacked and len(checked) > 1 and _are_adjacent(checked):
+        result, checked = _merge_indices(result, checked)
+    for axis in sorted(checked, reverse=True):
+        result = tf.gather(result, checked[axis], axis=axis + stacked, batch_dims=int(stacked))
         if not stacked:
             result = tf.transpose(result, [axis, *(each for each in range(result.shape.rank) if each != axis)])
         stacked = True
@@ -131,8 +139,25 @@ def convert_strided_slice(given: Any) -> Any:
     return wrap_stacked([result[parts]])
 
 
-def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
-    """Return the slice of the axes whose part all rows share, and the index into each other axis, `[rows]`."""
+def _are_adjacent(indices: dict[int, Any]) -> bool:
+    return max(indices) - min(indices) + 1 == len(indices)
+
+
+def _merge_indices(shared: Any, indices: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
+    """Merge adjacent axes of a tensor, and the indices into them. Gathers of one axis each would repeat the others."""
+    start, stop, lengths = min(indices), max(indices) + 1, tf.shape(shared, tf.int64)
+    index = tf.zeros([], tf.int64)
+    for axis in range(start, stop):
+        index = index * lengths[axis] + tf.cast(indices[axis], tf.int64)
+    merged = [lengths[:start], [tf.reduce_prod(lengths[start:stop])], lengths[stop:]]
+    return tf.reshape(shared, tf.concat(merged, 0)), {start: index}
+
+
+def _parts_of_slice(given: Any, with_shared: bool) -> tuple[list[Any], dict[int, Any]]:
+    """Return the slice of the axes whose part all rows share, and the index into each other axis, `[rows]`.
+
+    `with_shared`: whether indices that all rows share are among the latter.
+    """
     rank, depth = given.op.inputs[0].shape.rank, given.op.inputs[1].shape[0]
     if rank is None or depth is None:
         raise NotVectorizableError("takes another part of each row, of a tensor of unknown rank")
@@ -153,6 +178,8 @@ def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
         if masks["shrink_axis"][i]:
             if begins[i].is_stacked:
                 indices[axis] = begins[i].t
+            elif with_shared:
+                indices[axis] = tf.fill(given.pfor.loop_len_vector, begins[i].t)
             else:
                 spec.append(begins[i].t)
         else:

@@ -170,6 +170,8 @@ def _transcoded(row: Any, seed: Any) -> Any:
 
 HELD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], dict[str, int]]] = {
     "no gathered rows": (tf.sin, VECTORS, {}, {"GatherV2": 0, "ResourceGather": 0}),
+    "one gather of adjacent axes": (
+        lambda i: functions.SMALL_IMAGES[:, i, 1, i], tf.constant([0, 1, 2]), {}, {"GatherV2": 1, "GatherNd": 0}),
     "no branch, and no list, in a loop that rows leave at once": (
         functions.power, functions.TRIPLES, {}, {"TensorListReserve": 0, "If": 0, "StatelessIf": 0}),
     "none for variables that rows share at first": (
