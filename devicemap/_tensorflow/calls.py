@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.gradients import order_of_gradients, without_zeros
+from devicemap._tensorflow.gradients import _gradients, are_watched, order_of_gradients, without_zeros
 
 _cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
 _context = Private("tensorflow.python.eager.context", "context", "Context.function_call_options")
@@ -118,7 +118,7 @@ def _place_taped_backward(host: str, functions: Any) -> None:
     functions._wrap_backward_function = wrap
 
 
-@with_fallback(nothing, _concrete)
+@with_fallback(nothing, _concrete, _gradients)
 def begin_backward_on(host: str, concrete: Any) -> None:
     """Place the backward pass of calls of a `ConcreteFunction` in a graph that is being built on `host`.
 
@@ -131,9 +131,15 @@ def begin_backward_on(host: str, concrete: Any) -> None:
     rewrite = functions._rewrite_forward_and_call_backward
     on_host = _on(host, lambda *arguments: without_zeros(rewrite(*arguments)))
 
-    def one_at_a_time(*arguments: Any) -> Any:
+    def one_at_a_time(op: Any, *upstream: Any) -> Any:
+        # The gradient would be a function of outputs that are added to the op now, and that the tape does not know.
+        if op.graph is tf.compat.v1.get_default_graph() and are_watched(op.outputs):
+            raise NotImplementedError(
+                "tf.gradients or tf.hessians takes gradients of a call of devicemap under a tf.GradientTape, which would not "
+                "follow them; use nested tapes"
+            )
         with _differentiating:
-            return on_host(*arguments)
+            return on_host(op, *upstream)
 
     functions._rewrite_forward_and_call_backward = one_at_a_time
 

@@ -157,6 +157,11 @@ def in_xla_context() -> bool:
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
+def in_vectorized_map() -> bool:
+    """Whether `tf.vectorized_map` will convert the ops that are being traced."""
+    return "loop_body" in tf.get_current_name_scope().split("/")
+
+
 def can_list_functions(graph: Any) -> bool:
     """Whether `functions_by_name` finds the functions that a graph calls."""
     return usable(_atomic) and hasattr(graph, "_functions")

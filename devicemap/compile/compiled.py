@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
-from devicemap._tensorflow.functions import in_xla_context
+from devicemap._tensorflow.functions import in_vectorized_map, in_xla_context
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.compile.audit import is_steady
 from devicemap.compile.call_spec import CallSpec, Engine
@@ -105,8 +105,8 @@ class CompiledMap:
 
     def engine_inside(self) -> Engine:
         """Return the engine of a call in the function that is being traced."""
-        vectorized = "loop_body" in tf.get_current_name_scope().split("/")  # of tf.vectorized_map
-        return Engine.REWRITTEN if in_fn.get() or in_xla_context() or vectorized else Engine.INLINE
+        rewritten = in_fn.get() or in_xla_context() or in_vectorized_map()
+        return Engine.REWRITTEN if rewritten else Engine.INLINE
 
     @cached_property
     def may_use_chunks(self) -> bool:

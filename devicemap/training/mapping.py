@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import in_vectorized_map
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap._tensorflow.keras import replacing, tf_variable
 from devicemap._tensorflow.keras_calls import is_stateless
@@ -35,11 +36,14 @@ def mapping(
     thread = threading.get_ident()
 
     def mapped(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
+        """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped.
+
+        So does a call in `tf.vectorized_map`, which would drop the gradients of a function.
+        """
         if threading.get_ident() != thread:
             return call(*args, **kwargs)
         given = CallArguments.of(args, kwargs, losses)
-        if not given.has_rows(rows) or not layer.built or is_stateless():
+        if not given.has_rows(rows) or not layer.built or is_stateless() or in_vectorized_map():
             return call(*args, **kwargs)
         handles = [tf_variable(variable).handle for variable in forward.variables]
         if have_tangents([*tf.nest.flatten(given.rows, expand_composites=True), *handles]):

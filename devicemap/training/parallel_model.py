@@ -279,7 +279,7 @@ class ParallelModel:
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
                 "device. Let the model have the layers that it calls as attributes, and call them themselves, not by "
-                "stateless_call",
+                "stateless_call, nor in tf.vectorized_map",
             )
         return results
 

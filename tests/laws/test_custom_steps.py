@@ -150,6 +150,23 @@ def test_a_step_that_maps_nothing_warns(devices: list[str]) -> None:
     assert [share.rows for share in model.report().devices] == [len(X), *[0] * (len(devices) - 1)]
 
 
+def test_a_step_that_vectorises_calls_of_its_layers_runs_on_one_device(devices: list[str]) -> None:
+    model = keras.Sequential([keras.Input([6]), layers.Dense(2)])
+    squares = lambda batch: tf.reduce_mean(tf.vectorized_map(lambda row: model.layers[0](row[None]) ** 2, batch[0]))
+    kernel = model.trainable_variables[0]
+
+    def step(batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            cost = squares(batch)
+        return {"slope": tf.reduce_sum(tape.gradient(cost, kernel.value))}
+
+    model.train_step = step
+    model.compile(jit_compile=False)
+    wanted = model.fit(X, Y, **STEPS).history
+    with pytest.warns(RuntimeWarning, match=r"nor in tf\.vectorized_map"):
+        assert_close(devicemap.parallelize(model, devices).fit(X, Y, **STEPS).history, wanted)
+
+
 def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
     model = MODELS["distillation"].made()
     model.train_step = lambda batch: {"loss": tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)}
@@ -188,6 +205,13 @@ def forward_mode(layer: Any, x: Any) -> Any:
     return accumulator.jvp(y)
 
 
+def by_gradients(layer: Any, x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        slopes = tf.gradients(layer(x), x)[0]
+    return tape.gradient(slopes, x)
+
+
 def values_of(layer: Any, x: Any) -> Any:
     return layer(x).values
 
@@ -214,12 +238,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Any, str]
     ),
     "sums of a table": (lambda: layers.Lambda(lambda both: both[0] + tf.reduce_sum(both[1], 0)), with_a_table, *TABLE),
     "forward mode": (layers.Identity, forward_mode, DataError, "ForwardAccumulator"),
+    "gradients under a tape": (lambda: layers.Lambda(tf.sin), by_gradients, NotImplementedError, "use nested tapes"),
 }
-TRACED = pytest.mark.private("asking whether a tf.autodiff.ForwardAccumulator follows a tensor")
+PRIVATE = {
+    "forward mode": "asking whether a tf.autodiff.ForwardAccumulator follows a tensor",
+    "gradients under a tape": "asking whether a tape follows a tensor",
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*Each device sees some of the rows")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[TRACED] * (name == "forward mode")) for name in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.private(PRIVATE[name]) if name in PRIVATE else []) for name in REFUSED],
+)
 def test_what_layers_cannot_do_in_a_step_is_refused(name: str, devices: list[str]) -> None:
     make, function, error, word = REFUSED[name]
     model = keras.Sequential([make()])
