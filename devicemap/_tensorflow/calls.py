@@ -157,7 +157,9 @@ def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Cancellation:
-    """Cancels running `ConcreteFunction`s from another thread. In the fallback, running calls finish, and later ones fail.
+    """Cancels running `ConcreteFunction`s from another thread.
+
+    In the fallback, and in asynchronous execution, running calls finish, and later ones fail.
 
     Each call gets a separate manager, because a call that fails cancels all calls of its manager
     (test_a_call_that_fails_leaves_another_alone).
@@ -170,7 +172,8 @@ class Cancellation:
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """Call a result of `unrecorded`. It raises `tf.errors.CancelledError` after `cancel`."""
-        if not usable(_cancellation, *_CALLING):
+        # Asynchronous calls return before they start, and a manager cancels its calls when it is freed.
+        if not (usable(_cancellation, *_CALLING) and tf.config.experimental.get_synchronous_execution()):
             if self._cancelled:
                 raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")
             return function(*tensors)

@@ -1,4 +1,4 @@
-"""Settings of the whole process: few threads where Python calls TensorFlow, determinism, and NumPy's behaviour."""
+"""Settings of the whole process: few threads where Python calls TensorFlow, modes of TensorFlow, and NumPy's behaviour."""
 
 from __future__ import annotations
 
@@ -63,11 +63,15 @@ def test_python_that_calls_a_tf_function_finds_a_thread() -> None:
     """)
 
 
-def test_determinism() -> None:
+@pytest.mark.parametrize(
+    ("setting", "engine"), [("enable_op_determinism()", "one graph"), ("set_synchronous_execution(False)", "chunks")]
+)
+def test_modes_of_tensorflow(setting: str, engine: str) -> None:
     processes.run("""
+        import sys
         import numpy as np
         import tensorflow as tf
-        tf.config.experimental.enable_op_determinism()
+        eval(f"tf.config.experimental.{sys.argv[1]}")
         tf.random.set_seed(1)
         import devicemap
         devicemap.simulate_devices(3)
@@ -76,8 +80,8 @@ def test_determinism() -> None:
         np.testing.assert_array_equal(mapper(x), x * 2.0)
         np.testing.assert_array_equal(tf.function(lambda x: mapper(x))(x), x * 2.0)
         np.testing.assert_array_equal(devicemap.parallel_map(lambda row: row * 2.0, x, batch_size=2), x * 2.0)
-        assert (mapper.report.engine, mapper.report.rows) == ("one graph", 100)
-    """)
+        assert (mapper.report.engine, mapper.report.rows) == (sys.argv[2], 100)
+    """, setting, engine)  # fmt: skip
 
 
 _NUMPY_MODE = """
