@@ -65,6 +65,7 @@ def export(results: Any, path: Path, suffix: str) -> None:
     check_format(suffix, results.structure)
     if not path.name or path.is_dir():
         raise OptionError(f"{str(path)!r} is a directory; expected the name of a file")
+    path = Path(os.path.realpath(path))  # so that a symbolic link stays one
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:

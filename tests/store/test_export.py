@@ -111,8 +111,10 @@ def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
     results = _written(tf.identity, tmp_path)
     path, other = tmp_path / "x", tmp_path / "x.tmp"
     other.write_text("not ours")
+    path.symlink_to("real")
     getattr(results, method)(path)
     assert other.read_text() == "not ours"
+    assert path.is_symlink()
     complete = path.read_bytes()
     damage(tmp_path / "out", 6)
     for directory in (tmp_path, Path()):
@@ -121,6 +123,6 @@ def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
     with pytest.raises(MissingRowsError, match="rows 6 to 8"):
         getattr(results, method)(path)
     assert path.read_bytes() == complete
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "x", "x.tmp"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "real", "x", "x.tmp"]
     with pytest.raises(FileNotFoundError):
         getattr(results, method)(tmp_path / "nowhere" / "x")
