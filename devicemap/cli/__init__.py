@@ -7,6 +7,7 @@ command runs, so `devicemap --help` is instant.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -27,6 +28,8 @@ _FLAGS = {"batched=True": "--batched", "the option seed, as in parallel_map(fn, 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. `None` stands for the arguments of this process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have any characters
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

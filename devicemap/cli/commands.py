@@ -142,6 +142,9 @@ def _export(results: Results, directory: Path, out: Path, suffix: str) -> None:
     except (OptionError, JournalError) as error:  # rows of different shapes, which only the results show
         saving = f"devicemap.open_results({str(directory)!r}).to_parquet({str(out.with_suffix('.parquet'))!r})"
         raise type(error)(f"{error}. All rows are in {directory}: {saving} saves them") from error
+    except OSError as error:
+        kept = f"All rows are in {directory}: repeat the command when {out} can be written"
+        raise DeviceMapError(f"writing {out} failed: {error}. {kept}") from error
 
 
 def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:

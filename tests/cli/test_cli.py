@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import os
 import pathlib
@@ -245,6 +247,23 @@ def test_a_file_is_written_if_the_output_is_closed(monkeypatch: pytest.MonkeyPat
         patch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError), fileno=lambda: os.dup(1)))
         assert write("double", "x.npy", out="y.npy") == 141
     np.testing.assert_array_equal(np.load("y.npy"), 2 * X)
+
+
+def test_a_file_is_written_after_the_disk_was_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        assert write("double", "x.npy", out="y.npy") == 1
+    said = "writing y.npy failed: [Errno 28] No space left on device. All rows are in y.npy.partial: repeat the command"
+    assert said in capsys.readouterr().err
+    assert write("double", "x.npy", out="y.npy") == 0
+
+
+def test_a_name_that_the_output_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert write("double", "x.npy", out="é") == 0
+    assert b"20 rows in \\xe9; load" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_names_of_files_and_directories() -> None:
