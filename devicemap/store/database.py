@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from devicemap.errors import JournalError, MissingRowsError
+from devicemap.store.connection import LOCKED, connected
 from devicemap.store.encoding import START_AGAIN, WRONG_VALUES, Array, bytes_of, decode_leaves
 
 DATABASE, _JOURNAL, LOCK = "results.sqlite", "results.sqlite-journal", "lock.sqlite"
@@ -55,7 +56,7 @@ WHERE id BETWEEN ? AND ? AND typeof(data) = 'blob' AND length(data) <= {_PART_BY
 
 _READER = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "query_only=ON"
 _WRITER = (*_READER[:3], "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF")
-_LOCKED, _READ_ONLY = "database is locked", "attempt to write a readonly database"
+_READ_ONLY = "attempt to write a readonly database"
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 """The end of a journal that names a super-journal, which SQLite would delete. Only transactions on several files have one."""
 
@@ -121,7 +122,7 @@ def open_database(directory: Path) -> Iterator[Database]:
     """Connect to a database for reading, after checks of its files and tables. A reader rolls back an interrupted commit."""
     with _database_errors(f"reading results in {directory}", "Is this a directory that devicemap has written to?"):
         _check_files(directory)
-        with _connected(directory / DATABASE, "rw", _READER) as connection:
+        with connected(directory / DATABASE, "rw", _READER) as connection:
             try:
                 database = Database(directory, connection)
             except sqlite3.OperationalError as error:
@@ -181,7 +182,7 @@ class Database:
         try:
             return decode_leaves(self._bytes(chunk), json.loads(chunk.shapes), specs, rows)
         except (*WRONG_VALUES, sqlite3.Error, OSError, tf.errors.OpError) as error:
-            if str(error) == _LOCKED:
+            if str(error) == LOCKED:
                 raise
             raise MissingRowsError(
                 f"rows {chunk.start} to {chunk.stop - 1} in {self._path.parent} are damaged: {error!s:.200}. Run write again "
@@ -276,17 +277,25 @@ def open_for_writing(directory: Path) -> Iterator[Writer]:
                     f"{directory} holds {', '.join(names[:3])}, and no results of devicemap. Write to a new or empty directory"
                 )
             try:
-                lock = _connected(directory / LOCK, "rwc", ["journal_mode=MEMORY"], busy_seconds=0)  # no journal file
+                lock = connected(directory / LOCK, "rwc", ["journal_mode=MEMORY"], lock_seconds=0)  # no journal file
                 stack.enter_context(lock).execute("BEGIN EXCLUSIVE")
             except sqlite3.OperationalError as error:
-                if str(error) != _LOCKED:
+                if str(error) != LOCKED:
                     raise
                 raise JournalError(
                     f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
                     "another directory"
                 ) from error
-            writer = Writer(directory, stack.enter_context(_connected(directory / DATABASE, "rwc", _WRITER)))
-        stack.callback(writer.flush)
+            writer = Writer(directory, stack.enter_context(connected(directory / DATABASE, "rwc", _WRITER)))
+
+        def commit(kind: Any, *_: Any) -> None:
+            try:
+                writer.flush()
+            except JournalError:
+                if kind is not KeyboardInterrupt:
+                    raise
+
+        stack.push(commit)
         yield writer
 
 
@@ -305,16 +314,3 @@ def _check_files(directory: Path) -> None:
                 problem = "names another file to delete"
             if problem:
                 raise JournalError(f"{path} {problem}, so do not trust this directory. {START_AGAIN}")
-
-
-@contextmanager
-def _connected(
-    path: Path, mode: str, pragmas: Sequence[str], busy_seconds: float = 300.0
-) -> Iterator[sqlite3.Connection]:
-    uri = f"{path.absolute().as_uri()}?mode={mode}"
-    with closing(
-        sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
-    ) as connection:
-        for pragma in pragmas:
-            connection.execute(f"PRAGMA {pragma}")
-        yield connection

@@ -6,10 +6,12 @@ import errno
 import gc
 import os
 import shutil
+import signal
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import devicemap
 from devicemap import Reducer
 from devicemap.errors import JournalError, OptionError
 from devicemap.events import ChunkFinished, Event
-from devicemap.store import database
+from devicemap.store import connection, database
 from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest
 
@@ -89,7 +91,7 @@ def test_killed(method: str, step: int, tmp_path: Path) -> None:
     assert [*map(int, last.split())] == [101 - stored[-1], sum(range(101))]
 
 
-class Failing(sqlite3.Connection):
+class Failing(connection._Connection):
     """Statements raise an error once a number of them have run."""
 
     left, error = 0, Exception()
@@ -110,7 +112,7 @@ def test_a_statement_that_fails(error: BaseException, tmp_path: Path, monkeypatc
     for count in range(1, 50, 4):
         directory, (Failing.left, Failing.error) = tmp_path / str(count), (count, error)
         with monkeypatch.context() as patch:
-            patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Failing))
+            patch.setattr(connection, "_Connection", Failing)
             with pytest.raises((JournalError, KeyboardInterrupt)) as raised:
                 Counted(_triple).write(directory)
         if error is FULL:
@@ -162,6 +164,27 @@ def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
     assert len(refused) == 2
     assert all(f"{tmp_path} is being written to, by another call or another process" in text for text in refused)
     assert Counted(_triple).write(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("statements", "call"),
+    [
+        ("BEGIN EXCLUSIVE", devicemap.open_results),
+        ("BEGIN EXCLUSIVE", Counted(_triple).write),
+        ("BEGIN; SELECT count(*) FROM chunks", Counted(_triple).write),
+    ],
+    ids=["a reader waits for a writer", "a writer waits for a writer", "a commit waits for a reader"],
+)
+def test_ctrl_c_while_another_program_holds_a_lock(statements: str, call: Any, tmp_path: Path) -> None:
+    Counted(_triple, DATA[:40]).write(tmp_path)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as other:
+        other.executescript(statements)
+        start = time.monotonic()
+        threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            call(tmp_path)
+        assert time.monotonic() - start < 10
+    assert len(Counted(_triple).write(tmp_path)) == 24
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -309,13 +332,13 @@ def test_a_commit_that_was_interrupted_in_a_directory_that_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devicemap.DeviceMap(_triple).write(DATA, tmp_path / "a")
-    with closing(sqlite3.connect(tmp_path / "a" / DATABASE, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(tmp_path / "a" / DATABASE, isolation_level=None)) as writer:
         for statement in ("PRAGMA cache_size=1", "BEGIN", "INSERT INTO parts VALUES (99, zeroblob(999999))"):
-            connection.execute(statement)
+            writer.execute(statement)
         shutil.copytree(tmp_path / "a", tmp_path / "b")
-    connected = database._connected
+    connected = database.connected
     with monkeypatch.context() as patch:
-        patch.setattr(database, "_connected", lambda path, mode, *others: connected(path, "ro", *others))
+        patch.setattr(database, "connected", lambda path, mode, *others: connected(path, "ro", *others))
         with pytest.raises(JournalError, match="b is read-only, and a commit to it was interrupted"):
             devicemap.open_results(tmp_path / "b")
     np.testing.assert_array_equal(devicemap.open_results(tmp_path / "b").load(), _triple(DATA))
