@@ -260,7 +260,7 @@ def _logical_devices() -> tuple[list[str], str]:
     TensorFlow lists the devices of this host as `/device:CPU:0` until it is connected to others. An eager tensor has
     the full name.
     """
-    with tf.init_scope(), tf.device("/device:CPU:0"):
+    with tf.init_scope(), tf.device(None), tf.device("/device:CPU:0"):
         host = tf.constant(0).device.partition("/device:")[0]
     names = [device.name for device in tf.config.list_logical_devices()]
     return [host + name if name.startswith("/device:") else name for name in names], host

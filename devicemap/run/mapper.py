@@ -12,7 +12,7 @@ function.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ from devicemap.data.rows import Rows, as_rows
 from devicemap.data.shards import join
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.data.structure import as_nodes
-from devicemap.devices import is_out_of_memory, kind_of
+from devicemap.devices import is_out_of_memory, kind_of, task_device
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, warn_user
 from devicemap.events import Shard
 from devicemap.run.chunk_engine import run_chunks
@@ -64,10 +64,12 @@ class Mapper:
                 return self._inside_function(data)
             except DeviceMapError as error:  # autograph's message has all lines of the traceback
                 raise error.with_traceback(None) from error.__cause__
-        if isinstance(data, tf.data.Dataset):
-            return self._in_chunks(data)
-        rows = as_rows(data)
-        return self._in_chunks(rows) if self._options.needs_chunks else self._in_memory(rows)
+        # In the scope of a remote device, such as that of a task, TensorFlow returns handles that cannot be read.
+        with tf.device(None) if task_device.get() else nullcontext():
+            if isinstance(data, tf.data.Dataset):
+                return self._in_chunks(data)
+            rows = as_rows(data)
+            return self._in_chunks(rows) if self._options.needs_chunks else self._in_memory(rows)
 
     def _in_memory(self, rows: Rows) -> Any:
         """Map rows in memory with the chosen engine. A graph that runs out of memory continues in chunks."""

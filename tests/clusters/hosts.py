@@ -169,6 +169,21 @@ def test_captures_are_sent_once_per_host(kind: str, batch_size: int | None) -> N
     np.testing.assert_allclose(sent, wanted, atol=0.2)
 
 
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_maps_in_tasks(job: str, batch_size: int | None) -> None:
+    def task(factor: float) -> Any:
+        mapper = devicemap.DeviceMap(lambda row: factor * scale * row, batch_size=batch_size)
+        chunks = list(mapper.stream(ROWS))
+        total = mapper.reduce(ROWS, "sum")
+        return mapper(ROWS), tf.concat(chunks, 0), total, tf.constant(0).device
+
+    found = devicemap.parallel_tasks(task, [1.0, 2.0, 3.0], devices=f"/job:{job}")
+    for factor, (rows, streamed, total, device) in enumerate(found, 1):
+        oracle.assert_same([rows, streamed], [factor * 3.0 * ROWS] * 2)
+        np.testing.assert_allclose(total, factor * 3.0 * tf.reduce_sum(ROWS, 0), rtol=1e-5)
+        assert f"/job:{job}" in device
+
+
 def test_python_functions_run_locally() -> None:
     processes = set()
 
