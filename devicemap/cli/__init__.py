@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from devicemap import __version__
@@ -29,7 +30,8 @@ _FLAGS = {"batched=True": "--batched", "the option seed, as in parallel_map(fn, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. `None` stands for the arguments of this process."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have any characters
+        with suppress(OSError):  # if a file was replaced by a pipe
+            sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have any characters
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
