@@ -187,16 +187,13 @@ class Stage:
         known = [*self.variables, *traced.concrete.graph.variables]
         self.variables = [by_stored[key] for key in dict.fromkeys(id(tf_variable(v)) for v in known)]
         by_handle = {id(tf_variable(variable).handle): variable for variable in of_keras}
-        written = [by_handle.get(id(handle)) for handle in written_by(traced)]
-        seeds = {id(tf_variable(variable).handle) for variable in of_keras if is_seed(variable)}
         states = zip(traced.captures, traced.audit.treatments)
-        mixes_rows = any(
-            kind in (Treatment.ATOMIC, Treatment.ORDERED) and id(each) not in seeds for each, kind in states
-        )
+        writes = [(by_handle.get(id(handle)), kind) for handle, kind in states if kind in WRITES]
+        mixes_rows = any(kind is not Treatment.SEED and (v is None or not is_seed(v)) for v, kind in writes)
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         parts = self._options.microbatches * len(self._options.devices)
         in_parts = parts > 1 and (self._options.local or not mixes_rows)
-        if has_targets and in_parts and all(v is not None for v in written):  # the check would change other variables
+        if has_targets and in_parts and all(v is not None for v, _ in writes):  # the check would change other variables
             self._losses.check_rows(nest, given[1])
         return TracedStage(name, given, traced, nest, tuple(losses), mixes_rows)
 

@@ -12,7 +12,7 @@ from typing import Any
 LOCKED = "database is locked"
 
 
-class _Connection(sqlite3.Connection):
+class Connection(sqlite3.Connection):
     """Waits for locks in Python, where signal handlers run. After an error of a handler, it does not wait again."""
 
     lock_seconds = 300.0
@@ -34,7 +34,7 @@ class _Connection(sqlite3.Connection):
 
 @contextmanager
 def connected(
-    path: Path, mode: str, pragmas: Sequence[str], lock_seconds: float = _Connection.lock_seconds
+    path: Path, mode: str, pragmas: Sequence[str], lock_seconds: float = Connection.lock_seconds
 ) -> Iterator[sqlite3.Connection]:
     """Connect to a database, and close the connection at the end. A statement waits for a lock for `lock_seconds`."""
     connection = sqlite3.connect(
@@ -42,7 +42,7 @@ def connected(
         timeout=min(0.1, lock_seconds),
         isolation_level=None,
         check_same_thread=False,
-        factory=_Connection,
+        factory=Connection,
         uri=True,
     )
     connection.lock_seconds = lock_seconds

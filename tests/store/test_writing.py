@@ -91,7 +91,7 @@ def test_killed(method: str, step: int, tmp_path: Path) -> None:
     assert [*map(int, last.split())] == [101 - stored[-1], sum(range(101))]
 
 
-class Failing(connection._Connection):
+class Failing(connection.Connection):
     """Statements raise an error once a number of them have run."""
 
     left, error = 0, Exception()
@@ -112,7 +112,7 @@ def test_a_statement_that_fails(error: BaseException, tmp_path: Path, monkeypatc
     for count in range(1, 50, 4):
         directory, (Failing.left, Failing.error) = tmp_path / str(count), (count, error)
         with monkeypatch.context() as patch:
-            patch.setattr(connection, "_Connection", Failing)
+            patch.setattr(connection, "Connection", Failing)
             with pytest.raises((JournalError, KeyboardInterrupt)) as raised:
                 Counted(_triple).write(directory)
         if error is FULL:
