@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.inspect.render import BLUE, ORANGE, Result, drawing, page, seconds_text, size_text, table
+from devicemap.inspect.render import BLUE, ORANGE, Result, counted, drawing, page, seconds_text, size_text, table
 
 _COLOURS = {False: BLUE, True: ORANGE}
 _MOST_LABELS = 200
@@ -172,7 +172,7 @@ class PipelinePlan(Result):
             }
             for stage in self.stages
         ]
-        held = f"Under a tape, calls hold the activations of all {self.microbatches} microbatches"
+        held = "Under a tape, calls hold the activations of all microbatches"
         if self.has_loss:
             held += "; value_and_gradients holds those of as many as shown"
         if self.forward_first:
@@ -182,5 +182,6 @@ class PipelinePlan(Result):
                 f". {size_text(fetched)} of variables are on other devices than their stage. A call sends each value once, or "
                 "the rows that it looks up; create variables on the device of their stage with tf.device, or use split"
             )
-        title = f"{len(self.stages)} stages, {self.microbatches} microbatches, {self.schedule}: {self.bubble:.0%} idle"
+        parts = f"{counted(len(self.stages), 'stage')}, {counted(self.microbatches, 'microbatch')}"
+        title = f"{parts}, {self.schedule}: {self.bubble:.0%} idle"
         return page(title, table(rows, left=("order",)), held)

@@ -102,8 +102,8 @@ def listed(words: Sequence[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 row` or `2 rows`."""
-    return f"{number} {noun}" + "s" * (number != 1)
+    """Return `1 row`, `2 rows` or `2 batches`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def seconds_text(seconds: float) -> str:

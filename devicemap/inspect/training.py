@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.inspect.render import Result, page, table
+from devicemap.inspect.render import Result, counted, page, table
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,5 @@ class TrainingReport(Result):
             for each in self.devices
         ]
         parts = f", in {self.microbatches} microbatches on each device" if self.microbatches > 1 else ""
-        return page(f"{self.name}: {total} rows in {self.steps} training steps{parts}", table(rows))
+        steps = counted(self.steps, "training step")
+        return page(f"{self.name}: {counted(total, 'row')} in {steps}{parts}", table(rows))
