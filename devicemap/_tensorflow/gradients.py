@@ -56,8 +56,10 @@ def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Ca
 
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
+        # Only gradients of functions and of tf.custom_gradient call functions. To find their ops takes time.
+        changed = _changing(gradient, _bring_inputs) if op.type == "IdentityN" or _takes_functions(op) else gradient
         with tf.device(device):
-            gradients = _changing(gradient, _bring_inputs)(op, *upstream)
+            gradients = changed(op, *upstream)
         return without_zeros(tf.nest.flatten(gradients))
 
     return placed
@@ -71,8 +73,14 @@ def without_zeros(gradients: Sequence[Any]) -> list[Any]:
     return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in gradients]
 
 
-_takes_functions: dict[str, bool] = {}
+_calls: dict[str, bool] = {}
 """Whether ops of a type call functions. TensorFlow parses the definition of an op at each access."""
+
+
+def _takes_functions(op: Any) -> bool:
+    if op.type not in _calls:
+        _calls[op.type] = any(attribute.type == "func" for attribute in op.op_def.attr)
+    return _calls[op.type]
 
 
 def _bring_inputs(op: Any) -> None:
@@ -81,9 +89,7 @@ def _bring_inputs(op: Any) -> None:
     TensorFlow passes a TensorList to a function on the first device. A loop then fetches the list from there in each step
     (test_backward_work_runs_where_the_forward_work_ran).
     """
-    if op.type not in _takes_functions:
-        _takes_functions[op.type] = any(attribute.type == "func" for attribute in op.op_def.attr)
-    if not _takes_functions[op.type]:
+    if not _takes_functions(op):
         return
     for i, tensor in enumerate(op.inputs):
         if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
