@@ -63,7 +63,7 @@ def training(name: str, setting: str) -> Any:
     ("name", "setting"),
     [
         *(training(name, each) for name, case in PIPELINED.items() for each in settings_of(case)),
-        *(training(name, "a parallelized model") for name in ("blocks", "batch normalization")),
+        training("blocks", "a parallelized model"),
     ],
 )
 def test_trained_as_by_one_device(name: str, setting: str, devices: list[str]) -> None:
