@@ -146,9 +146,9 @@ class CallAnalysis:
         self._difference: str | None = None
         """How outputs differ from those of one device."""
         if len(forward.devices) > 1:
-            training = may_train() and is_comparable(trace.audit, trace.scope)
+            training = may_train() and is_comparable(trace.audit, trace.scope, norms)
             self._difference = fixed_seed(trace.concrete, trace.rows) if trace.dense else None
-            self._difference = self._difference or dependence_in_call(layer, given, forward.home, training)
+            self._difference = self._difference or dependence_in_call(layer, given, forward.home, training, norms)
         self.lookups = dict.fromkeys(map(id, self.variables), Lookups.OF_ROWS)
         """The lookups in trained variables, by identity of the latter. With one device, gradients of all may have slices."""
         if len(forward.devices) > 1 or runs_again:

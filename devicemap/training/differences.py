@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import graphs_within
-from devicemap._tensorflow.keras import is_seed, layers_of, replacing
+from devicemap._tensorflow.keras import is_seed, layers_of, moving_averages_of, replacing, replacing_moments
 from devicemap._tensorflow.keras_calls import in_inference
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.graph_walker import is_constant
@@ -52,8 +52,13 @@ def fixed_seed(concrete: Any, rows: int) -> str | None:
     return None
 
 
-def dependence_in_call(layer: Any, given: CallArguments, device: str, training: bool) -> str | None:
-    """Describe how outputs for a row depend on other rows, in training or inference mode, unless they were compared before."""
+def dependence_in_call(
+    layer: Any, given: CallArguments, device: str, training: bool, norms: Sequence[Any]
+) -> str | None:
+    """Describe how outputs for a row depend on other rows, in training or inference mode, unless they were compared before.
+
+    `norms`: the batch normalizations, whose mean and variance are constants here.
+    """
     known = _compared.setdefault(layer, set())
     others = {name: value for name, value in given.nest[1].items() if name != "training"}
     keys = {(freeze((given.nest[0], others), repr), mode) for mode in (training, False)}
@@ -66,7 +71,8 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
         args, kwargs = given.with_rows(given.with_equal_scalars(rows))
         if not training and "training" in kwargs:
             kwargs |= {"training": False}
-        with given.calls.continued(), nullcontext() if training else in_inference(), scope:
+        mode = nullcontext() if training else in_inference()
+        with given.calls.continued(), mode, scope, replacing_moments(norms, _constant_moments):
             outputs = layer.call(*args, **kwargs)
         return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 
@@ -83,12 +89,12 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
         except Exception:  # for instance, it needs a static number of rows
             return None
         known |= keys
-        if not is_comparable(audit(concrete), scope):
+        if not is_comparable(audit(concrete), scope, norms):
             return None
         adds_rows = any(part in op for op in op_types(concrete) for part in _ADDS_ROWS)
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         few = [_COMPARED_ROWS] if dense and not adds_rows else []
-        draws = bool(scope.changed)
+        draws = any(map(is_seed, scope.changed))
         difference = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE, draws=lambda: draws)
     return difference and (
         f"{difference}. Each device sees some of the rows, so the results differ from those of one device; compute values of "
@@ -97,10 +103,18 @@ def dependence_in_call(layer: Any, given: CallArguments, device: str, training: 
     )
 
 
-def is_comparable(found: Audit, scope: CallScope) -> bool:
-    """Whether a call has no side effects, and draws the same numbers if it runs again. Loops may not end for random numbers."""
-    changed = not all(map(is_seed, scope.changed))
+def is_comparable(found: Audit, scope: CallScope, norms: Sequence[Any]) -> bool:
+    """Whether a call has no side effects, and draws the same numbers if it runs again. Loops may not end for random numbers.
+
+    Moving averages of the batch normalizations `norms` may change.
+    """
+    averages = {id(variable) for norm in norms for variable in moving_averages_of(norm)}
+    changed = any(not is_seed(variable) and id(variable) not in averages for variable in scope.changed)
     return not (changed or found.has_side_effects or found.random_ops or found.python_ops or found.loops)
+
+
+def _constant_moments(_: Any, mean: Any, variance: Any, count: Any) -> tuple[Any, Any]:
+    return tf.zeros_like(mean), tf.ones_like(variance)
 
 
 def _refuse_to_build(*_: Any, **__: Any) -> None:

@@ -154,6 +154,8 @@ WARNED: dict[str, tuple[Any, Callable[[Any], Any] | layers.Layer, list[str]]] = 
     "in training": (EMBEDDED, InTraining(centred), [OTHER_ROWS]),
     "in training, after dropout": (
         EMBEDDED, keras.Sequential([layers.Dropout(0.5), InTraining(centred)]), [OTHER_ROWS]),
+    "in training, after batch normalization": (
+        EMBEDDED, keras.Sequential([layers.BatchNormalization(), InTraining(centred)]), [OTHER_ROWS]),
     "random layers": (
         EMBEDDED, keras.Sequential([layers.GaussianNoise(0.5), layers.SpatialDropout1D(0.5), Drawing()]), []),
     "a fixed seed": (EMBEDDED, InTraining(with_noise), [FIXED_SEED]),
