@@ -22,9 +22,9 @@ gpus = softgpu.start(COUNT, 128 << 20)
 WIDTH, LAYERS, ROWS = 128, 8, 32
 
 
-def step_of(model: keras.Model, data: Any, rows: int, drop_remainder: bool) -> Callable[[], None]:
+def step_of(model: keras.Model, data: Any, rows: int, drop_remainder: bool, **options: Any) -> Callable[[], None]:
     """Parallelize a model, train it for two steps, and return what makes one more step."""
-    devicemap.parallelize(model)
+    devicemap.parallelize(model, **options)
     batches = data.batch(rows, drop_remainder=drop_remainder)
     model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
     iterator = iter(batches)
@@ -122,6 +122,16 @@ def test_spread_variables_are_summed_and_updated_where_they_are(batch_norm: bool
     assert len(set(homes.values())) == COUNT
     slots = [variable.value.device for variable in model.optimizer.variables if len(variable.shape) > 1]
     assert Counter(slots) == {home: count * len(slots) // LAYERS for home, count in Counter(homes.values()).items()}
+
+
+def test_microbatches_are_added_before_they_are_sent() -> None:
+    model = keras.Sequential([keras.Input([WIDTH]), *(keras.layers.Dense(WIDTH, "relu") for _ in range(LAYERS))])
+    model.compile("sgd", "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensors((np.ones([WIDTH], "f"), np.ones([WIDTH], "f"))).repeat()
+    came, went = transferred(step_of(model, data, ROWS, True, accumulate=4))
+    size = 4 * model.count_params()
+    for gpu in range(COUNT):
+        assert max(came[f"GPU:{gpu}"], went[f"GPU:{gpu}"]) <= 2 * size + ROWS_AND_RESULTS
 
 
 @pytest.mark.parametrize("drop_remainder", [True, False])
