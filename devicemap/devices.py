@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def simulate_devices(n: int) -> None:
         >>> [device.description for device in list_devices("CPU")][-1]
         'part 8 of 8 of CPU'
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise DeviceError(f"n is {n!r}; expected the number of devices to simulate, an int of at least 1")
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     try:

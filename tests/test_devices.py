@@ -128,7 +128,7 @@ def test_importing_changes_nothing_and_simulating_in_a_fresh_process() -> None:
         after = state()
         print([key for key in before if before[key] != after[key]])
         devicemap.simulate_devices(2)
-        devicemap.simulate_devices(5)
+        devicemap.simulate_devices(np.int64(5))
         print(tf.config.threading.get_inter_op_parallelism_threads())
         tf.config.threading.set_inter_op_parallelism_threads(9)
         devicemap.simulate_devices(3)

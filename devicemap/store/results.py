@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.data.shards import join
-from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
+from devicemap.errors import FunctionError, JournalError, MissingRowsError, OptionError, brief
 from devicemap.events import FailedRow
 from devicemap.store.database import Header, StoredChunk, open_database, overlapping
 from devicemap.store.encoding import structure_of
@@ -40,6 +40,8 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
         >>> open_results(directory)[1:4]
         array([1, 4, 9], dtype=int32)
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise OptionError(f"directory={directory!r:.80}; expected a path")
     path = Path(directory)
     with open_database(path) as database:
         header, chunks = database.contents()

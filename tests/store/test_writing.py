@@ -313,6 +313,8 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
     for wrong in (3, entry):
         with pytest.raises(OptionError, match="expected a path, after the data"):
             Counted(_triple).write(wrong)
+    with pytest.raises(OptionError, match="directory=None; expected a path"):
+        devicemap.open_results(None)  # type: ignore[arg-type]
     # A call that fails on its first chunk does not block a later call.
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
 
