@@ -125,7 +125,7 @@ def variables_of(in_place: Any) -> tuple[tf.Variable, ...]:
     for given in tf.nest.flatten(in_place):
         variable = given if isinstance(given, tf.Variable) else getattr(given, "value", None)
         if not isinstance(variable, tf.Variable):
-            raise OptionError(f"in_place has {given!r}; expected a tf.Variable, or a list of them")
+            raise OptionError(f"in_place has {given!r:.80}; expected a tf.Variable, or a list of them")
         found.append(variable)
     return tuple(found)
 

@@ -266,6 +266,7 @@ BAD_OPTIONS: dict[str, Options] = {
     "name": {"name": 3},
     "devices": {"devices": "CPU:9"},
     "names of devices in one text": {"devices": "CPU:0,CPU:1"},
+    "in_place, a tensor": {"in_place": tf.range(999)},
     "a kind of which there is no device": {"devices": "NPU"},
     "no devices": {"devices": []},
     "a number of devices": {"devices": 0},

@@ -68,8 +68,8 @@ def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
     graph = graph_of(model)
     if graph is None:
         raise OptionError(
-            f"model is a {type(model).__name__} whose layers are not known as a graph; expected a built Sequential or "
-            "functional Keras model. Give a Pipeline functions of your own as stages"
+            f"model is an instance of {type(model)} whose layers are not known as a graph; expected a built Sequential or "
+            "functional model of Keras 3. Give a Pipeline functions of your own as stages"
         )
     inputs = [keras.KerasTensor(tensor.shape, tensor.dtype) for tensor in graph.inputs]
     calls, outputs = _calls_in(model, inputs, None)

@@ -103,7 +103,7 @@ def parallelize(
 
 def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: int) -> None:
     if not isinstance(model, keras.Model):
-        raise OptionError(f"model is a {type(model).__name__}; expected a keras.Model of Keras 3")
+        raise OptionError(f"model is an instance of {type(model)}; expected a keras.Model of Keras 3")
     if keras.backend.backend() != "tensorflow":
         raise OptionError(
             f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow before it is imported"
