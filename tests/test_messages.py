@@ -8,6 +8,7 @@ of TensorFlow and NumPy differ between versions and are left out.
 from __future__ import annotations
 
 import datetime
+import json
 import random
 import re
 import warnings
@@ -112,6 +113,7 @@ class Guesses:
 
 OWN: Any = Own()
 GUESSES = Guesses()
+LEFT_TO_PYTHON = tf.autograph.experimental.do_not_convert(lambda row: float(row[0]))
 LEFT_ALONE = GENERATOR, random.SystemRandom()
 
 
@@ -121,6 +123,11 @@ async def _waiting(row: Any) -> Any:
 
 def _yielding(row: Any) -> Any:
     yield row
+
+
+def _asserting(n: Any) -> Any:
+    assert n >= 0, "negative"
+    return n
 
 
 def _opening(path: Any) -> Any:
@@ -259,6 +266,7 @@ BAD_OPTIONS: dict[str, Options] = {
     "batch_size True": {"batch_size": True},
     "a signature of text": {"fn_output_signature": "x"},
     "in_place": {"in_place": [tf.Variable(1.0), 3]},
+    "in_place, a tensor": {"in_place": tf.range(999)},
     "prefetch": {"prefetch": 0},
     "a negative seed": {"seed": -1},
     "a large seed": {"seed": 2**32},
@@ -266,7 +274,6 @@ BAD_OPTIONS: dict[str, Options] = {
     "name": {"name": 3},
     "devices": {"devices": "CPU:9"},
     "names of devices in one text": {"devices": "CPU:0,CPU:1"},
-    "in_place, a tensor": {"in_place": tf.range(999)},
     "a kind of which there is no device": {"devices": "NPU"},
     "no devices": {"devices": []},
     "a number of devices": {"devices": 0},
@@ -309,6 +316,11 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: no seed": (lambda a: a, X, {"seed": 1}),
     "tracing: a seed without the option": (lambda a, seed: a, X, {}),
     "tracing: a method of NumPy": (lambda a: a.numpy(), X, {}),
+    "tracing: a property of NumPy": (lambda a: a.T, X, {}),
+    "tracing: a statistic of NumPy": (lambda a: a.mean(), X, {}),
+    "tracing: rounding": (lambda a: round(a[0]), X, {}),
+    "tracing: a format": (lambda a: a if f"{a[0]:.2f}" else -a, X, {}),
+    "tracing: a number of Python": (LEFT_TO_PYTHON, X, {}),
     "tracing: a function of NumPy": (lambda a: np.sin(a), X, {}),
     "tracing: columns of a tensor": (lambda a: a["x"] + a["y"], X, {}),
     "tracing: float64 and float32": (lambda r: tf.linalg.matvec(WEIGHTS, r, transpose_a=True), np.ones([4, 5]), {}),
@@ -323,12 +335,14 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: a sum over an axis of a batch": (lambda row: tf.reduce_sum(row, 1), X, {}),
     "tracing: an image without channels": (lambda image: tf.image.resize(image, [4, 4]), IMAGES[..., 0], {}),
     "tracing: a pattern in text": (lambda word: re.sub("a", "b", word), WORDS, {}),
+    "tracing: JSON": (lambda word: json.loads(word), WORDS, {}),
     "tracing: a generator as a result": (lambda n: _yielding(n), NUMBERS, {}),
     "tracing: opening a file": (_opening, WORDS, {}),
     "tracing: a method of str": (lambda word: word.upper(), WORDS, {}),
     "tracing: indexing a dict": (lambda n: NAMES[n], NUMBERS, {}),
     "tracing: indexing a list": (lambda n: SQUARES[n], NUMBERS, {}),
     "tracing: looking into a list": (lambda n: n if n in SQUARES else -n, NUMBERS, {}),
+    "tracing: an assertion": (_asserting, NUMBERS, {}),
     "tracing: printing": (lambda n: tf.print(n), NUMBERS, {}),
     "tracing: a dict as a row": (lambda row: row * 2, _dataset({"a": [1, 2]}), {}),
     "tracing: a dict in a function": (lambda row: tf.reduce_sum(row), {"a": X, "b": X}, {}),

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap.data.rows import row_spec
@@ -51,21 +52,24 @@ _OF_A_DICT = re.compile(
 _TWO_DTYPES = re.compile(r"has type ((?:u?int|b?float)\d+) that does not match type ((?:u?int|b?float)\d+)")
 """Errors about two arguments that must have the same dtype."""
 
-_OF_TENSOR = r"'\w*Tensor' object"
-"""The beginning of Python's messages about missing attributes of tensors."""
+_OF_TENSOR = r"'?\w*Tensor'? object"
+"""The beginning of the messages of Python and TensorFlow about missing attributes of tensors."""
+
+_OF_ARRAYS = "|".join({"numpy", *dir(np.ndarray)} - {*dir(str)})
+"""Names of attributes of arrays, other than those of text."""
 
 _PYTHON = "or tf.py_function, which runs Python code"
 
 _IN_PYTHON = (
-    "Python's in, any, all, sum, enumerate and range need numbers: use tf.reduce_any(x == values), tf.range and the like, "
-    f"{_PYTHON}"
+    "Python's in, any, all, sum, enumerate, range and assert need numbers: use tf.reduce_any(x == values), tf.range, "
+    f"tf.debugging.Assert and the like, {_PYTHON}"
 )
 
 _ADVICE = {
-    r"symbolic tf\.Tensor.* to a numpy array|must be (real number|integers or slices), not \w*Tensor|"
-    rf"{_OF_TENSOR} (cannot be interpreted as an integer|has no attribute '(numpy|tolist|item|astype)')": "fn is traced as by "
-    "tf.function, and its tensors have no numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for "
-    "values[i]), or tf.numpy_function, which runs Python code",
+    r"symbolic tf\.Tensor.* to a numpy array|(number( is required)?|or slices), not '?\w*Tensor|to \w*Tensor\.__format__|"
+    rf"{_OF_TENSOR} (cannot be interpreted as an integer|has no attribute '({_OF_ARRAYS})')": "fn is traced as by "
+    "tf.function, and its tensors have no numbers and no methods of NumPy then: use TensorFlow's functions (tf.sin for "
+    "np.sin, tf.gather for values[i]), or tf.numpy_function, which runs Python code",
     r"are valid indices, got '": "A tensor has no names: pass a dict of columns as data, such as dict(frame)",
     r"Tensor is unhashable": "A tensor is no key of a dict: use tf.gather for the keys 0, 1, 2, ..., a "
     f"tf.lookup.StaticHashTable for others, {_PYTHON}",
@@ -76,8 +80,8 @@ _ADVICE = {
     "tf.where",
     r"is out of scope and cannot be used here": "A list or an attribute cannot keep tensors of a loop or a branch: use a "
     "tf.TensorArray, or ops on whole tensors",
-    r"expected string or bytes-like object": "Python's functions of text take no tensors: use tf.strings, such as "
-    f"tf.strings.regex_replace, {_PYTHON}",
+    r"expected string or bytes-like object|must be str\b.*, not .*Tensor": "Python's functions of text take no tensors: use "
+    f"tf.strings, such as tf.strings.regex_replace, {_PYTHON}",
     r"must have either 3 or 4 dimensions": "tf.image takes images of [height, width, channels]: image[..., None] adds the last "
     "axis",
     r"return value of type (coroutine|(async_)?generator)": "fn calls an async function or a generator, which "
