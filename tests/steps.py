@@ -168,6 +168,10 @@ def autoencoder(model: Any, x: Any, *_: Any) -> Any:
     return tf.reduce_mean(tf.reduce_mean((decoded - x) ** 2, 1) + 0.1 * divergence)
 
 
+COMPARE = layers.Lambda(lambda scores: scores - tf.reduce_mean(scores, 0))
+"""A layer that compares rows, and is no attribute of a model."""
+
+
 class Distilled(keras.Model):
     """A small net that learns from a frozen one, with normalization, one that judges what it returns, and fixed points."""
 
@@ -185,7 +189,8 @@ class Distilled(keras.Model):
     ) -> Any:
         of_teacher = self.teacher(x, training=False)
         of_both = tf.reduce_mean((y_pred - y) ** 2) + 0.5 * tf.reduce_mean((y_pred - of_teacher) ** 2)
-        return of_both + tf.reduce_mean(self.judge(y_pred)) + tf.reduce_mean(self.student(self.points) ** 2)
+        of_pairs = tf.reduce_mean(COMPARE(tf.matmul(y_pred, y, transpose_b=True)) ** 2)
+        return of_both + tf.reduce_mean(self.judge(y_pred)) + tf.reduce_mean(self.student(self.points) ** 2) + of_pairs
 
 
 def contrastive(model: Any, x: Any, *_: Any) -> Any:

@@ -19,7 +19,7 @@ from devicemap.compile.graph_walker import CALLS, depends_on
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.devices import python_calls_at_once
 from devicemap.errors import failure, warn_user
-from devicemap.training.differences import dependence_in_call, fixed_seed, is_comparable
+from devicemap.training.differences import IN_A_STEP, dependence_in_call, fixed_seed, is_comparable
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallArguments, CallScope
@@ -101,8 +101,7 @@ class _CallTrace:
             raise failure(
                 f"{self._layer.name} works for the rows of this batch, but not for {self.rows} rows, and each device sees some "
                 "of the rows; use keras.ops.shape(x)[0] instead of a fixed number, pass a state of each row as an input and an "
-                "output, or compute values of several rows in compute_loss, or in a train_step of the "
-                f"model{self.advice}"
+                f"output, or {IN_A_STEP}{self.advice}"
             ) from error
 
 
@@ -229,8 +228,8 @@ class CallAnalysis:
             if not shape.rank or shape[0] not in (None, rows) or rows in varying:
                 raise failure(
                     f"{self._layer.name} returns an output of shape {shape} for {rows} rows; expected one row for "
-                    "each row, whose shape does not depend on other rows, because outputs of devices are joined. Compute "
-                    f"values of several rows in compute_loss, or in a train_step of the model{self._advice}"
+                    "each row, whose shape does not depend on other rows, because outputs of devices are joined; "
+                    f"{IN_A_STEP}{self._advice}"
                 )
 
 

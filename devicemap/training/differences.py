@@ -19,6 +19,12 @@ from devicemap.data.structure import freeze
 from devicemap.inspect.independence import UNKNOWN_SIZE, dependence_on_rows
 from devicemap.training.stateless import CallArguments, CallScope
 
+IN_A_STEP = (
+    "compute values of several rows in compute_loss or in a train_step of the model, by ops or by layers that are not its "
+    "attributes"
+)
+"""Advice for layers that compute values of several rows."""
+
 _SAME_NUMBERS = (
     "random numbers for rows are drawn from a fixed seed, so each device draws the same; draw them from a "
     "keras.random.SeedGenerator of the layer"
@@ -97,9 +103,8 @@ def dependence_in_call(
         draws = any(map(is_seed, scope.changed))
         difference = dependence_on_rows(concrete, given.rows, *few, given.count or UNKNOWN_SIZE, draws=lambda: draws)
     return difference and (
-        f"{difference}. Each device sees some of the rows, so the results differ from those of one device; compute values of "
-        "several rows in compute_loss, or in a train_step of the model, and make a table that rows share an attribute of the "
-        "layer"
+        f"{difference}. Each device sees some of the rows, so the results differ from those of one device; {IN_A_STEP}, and "
+        "make a table that rows share an attribute of the layer"
     )
 
 

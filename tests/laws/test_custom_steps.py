@@ -220,6 +220,10 @@ def with_a_table(layer: Any, x: Any) -> Any:
     return layer([x, x[: tf.shape(x)[0] - 1]])
 
 
+def of_pairs(layer: Any, x: Any) -> Any:
+    return layer(tf.matmul(x, x, transpose_b=True))
+
+
 TABLE = (FunctionError, tf.errors.InvalidArgumentError), "add a first axis of length 1"
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Any, str]] = {
     # a layer, how the step calls it, and the error
@@ -237,6 +241,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Any, str]
         *TABLE,
     ),
     "sums of a table": (lambda: layers.Lambda(lambda both: both[0] + tf.reduce_sum(both[1], 0)), with_a_table, *TABLE),
+    "a matrix of rows": (
+        lambda: layers.Lambda(lambda scores: scores + tf.transpose(scores)),
+        of_pairs,
+        FunctionError,
+        "one row for each row, .* by layers that are not its attributes",
+    ),
     "forward mode": (layers.Identity, forward_mode, DataError, "ForwardAccumulator"),
     "gradients under a tape": (lambda: layers.Lambda(tf.sin), by_gradients, NotImplementedError, "use nested tapes"),
 }
