@@ -217,7 +217,7 @@ class MappedCall:
     def _send_variables(self, devices: Sequence[str]) -> list[dict[int, Any]]:
         """Return the value of each variable on each device. A seed advances, and differs between devices."""
         found: dict[int, dict[int, Any]] = {}
-        values: dict[int, tuple[Any, str, Lookups]] = {}
+        values: dict[bool, dict[int, tuple[Any, str, Lookups]]] = {True: {}, False: {}}
         for i, variable in enumerate(self._analysis.variables):
             stored = tf_variable(variable)
             home = stored.device
@@ -227,8 +227,10 @@ class MappedCall:
                     stored.assign(value + tf.constant([0, 1], value.dtype))
                     found[i] = dict(enumerate(tf.unstack(split_seeds(value, len(devices)))))
                 else:
-                    values[i] = value, home, self._analysis.lookups.get(id(variable), Lookups.NONE)
-        found |= send_in_buckets(values, devices, partial(send_along_tree, devices=devices))
+                    kind = self._analysis.lookups.get(id(variable), Lookups.NONE)
+                    values[variable.trainable][i] = value, home, kind
+        for each in values.values():  # the gradients of a whole bucket are sent, also those of frozen variables
+            found |= send_in_buckets(each, devices, partial(send_along_tree, devices=devices))
         return [found[i] for i in range(len(found))]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:

@@ -107,6 +107,18 @@ def test_small_variables_are_sent_together() -> None:
     assert sum(copy.kind == "between" for copy in gpus.copies()) <= 4 * (COUNT - 1)
 
 
+def test_no_gradients_of_frozen_variables_are_sent() -> None:
+    """Copies into GPU:0 are those of the gradients of the head."""
+    base = keras.Sequential([keras.layers.Dense(120) for _ in range(6)])
+    base.trainable = False
+    model = keras.Sequential([keras.Input([4]), base, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensors((np.ones([4], "f"), np.ones([1], "f"))).repeat()
+    transferred(step_of(model, data, ROWS, True))
+    came = sum(copy.bytes for copy in gpus.copies() if copy.kind == "between" and copy.receiver == "GPU:0")
+    assert 0 < came < 8 * 121 * (COUNT - 1)
+
+
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_spread_variables_are_summed_and_updated_where_they_are(batch_norm: bool) -> None:
     adam = keras.optimizers.Adam(use_ema=True, clipnorm=1.0, weight_decay=0.01)
