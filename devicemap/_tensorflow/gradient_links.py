@@ -261,6 +261,14 @@ def add_gradients(gradients: Sequence[Any], lookups: Lookups = Lookups.NONE) -> 
     return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
 
+def slices_if(has_rows: Any, gradient: Any) -> Any:
+    """Return a gradient without the slices of a call without rows, which are zeros for the whole variable."""
+    if has_rows is True or not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    count = tf.where(has_rows, tf.size(gradient.indices), 0)
+    return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
+
+
 def gradient_redirector() -> Callable[[Any, Any], Any]:
     """Return a function `(handle, value)` that redirects gradients. It traces once for each shape of values.
 

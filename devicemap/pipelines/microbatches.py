@@ -17,7 +17,7 @@ from devicemap._tensorflow.functions import (
     with_captures,
     without_auto_control_deps,
 )
-from devicemap._tensorflow.gradient_links import GradientPaths, Lookups, add_gradients, sources_of_gradients
+from devicemap._tensorflow.gradient_links import GradientPaths, Lookups, add_gradients, slices_if, sources_of_gradients
 from devicemap.compile.graph_builder import ops_of
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced
@@ -136,7 +136,7 @@ class ScheduledCalls:
         resources = {tensor.ref() for tensor in traced.captures if tensor.dtype == tf.resource}
         handles = [i for i, taken in enumerate(inputs) if taken in resources]
         known = self._gradients[step.stage, replica.device]
-        known[step.microbatch] = [_slices_if(has_rows, gradients[i]) for i in handles]
+        known[step.microbatch] = [slices_if(has_rows, gradients[i]) for i in handles]
         last = len(known) == len(replica.share)
         kinds = lookups_in(traced.concrete, traced.seeds) if last else {}
         for number, i in enumerate(handles):
@@ -171,14 +171,6 @@ def _inputs_of(op: Any, traced: Traced, replica: StageReplica, function: Any) ->
     captures = [replaced.get(tensor.ref(), tensor.ref()) for tensor in function.captured_inputs]
     leaves = len(traced.concrete.inputs) - len(traced.concrete.captured_inputs)
     return [*range(leaves + len(captures) - len(op.inputs), leaves), *captures]
-
-
-def _slices_if(has_rows: Any, gradient: Any) -> Any:
-    """Return a gradient without the slices of a microbatch without rows, which are zeros for the whole variable."""
-    if has_rows is True or not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    count = tf.where(has_rows, tf.size(gradient.indices), 0)
-    return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
 
 
 def _identities(leaves: Sequence[Any]) -> list[Any]:

@@ -42,7 +42,7 @@ from devicemap.pipelines.stages import check_added_loss
 from devicemap.training.batch_norm import SharedMoments
 from devicemap.training.call_analysis import OTHER_LENGTHS, CallAnalysis
 from devicemap.training.forward import ForwardPass
-from devicemap.training.padding import computed_in_step, have_rows, pad_shards
+from devicemap.training.padding import computed_in_step, drop_slices, have_rows, pad_shards
 from devicemap.training.recomputation import recompute, recomputing
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallArguments, CallScope, ResultSpec, call_stateless
@@ -148,7 +148,7 @@ class MappedCall:
             sizes = sizes_in_graph(count_rows(leaves[0]) if self._given.count is None else count, len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
             real = have_rows(len(devices), count, len(devices))
-        values = self._send_variables(devices)
+        values = self._send_variables(devices, real)
         with recomputing(forward.recomputed):
             calls = self._functions(leaves, values, len(devices))
 
@@ -214,8 +214,11 @@ class MappedCall:
         """Whether the new values of a variable on the devices differ, and their mean is taken."""
         return id(variable) in self._analysis.averaged and not self._analysis.synchronizes
 
-    def _send_variables(self, devices: Sequence[str]) -> list[dict[int, Any]]:
-        """Return the value of each variable on each device. A seed advances, and differs between devices."""
+    def _send_variables(self, devices: Sequence[str], real: Any) -> list[dict[int, Any]]:
+        """Return the value of each variable on each device. A seed advances, and differs between devices.
+
+        `real`: whether devices have rows; the gradients of lookups get no slices from the others.
+        """
         found: dict[int, dict[int, Any]] = {}
         values: dict[bool, dict[int, tuple[Any, str, Lookups]]] = {True: {}, False: {}}
         for i, variable in enumerate(self._analysis.variables):
@@ -231,6 +234,10 @@ class MappedCall:
                     values[variable.trainable][i] = value, home, kind
         for each in values.values():  # the gradients of a whole bucket are sent, also those of frozen variables
             found |= send_in_buckets(each, devices, partial(send_along_tree, devices=devices))
+        looked_up = [i for i, (_, _, kind) in values[True].items() if kind is not Lookups.NONE]
+        for i, slot in itertools.product(looked_up if self._given.count is None else (), range(1, len(devices))):
+            with tf.device(devices[slot]):
+                found[i][slot] = drop_slices(found[i][slot], real[slot])
         return [found[i] for i in range(len(found))]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:

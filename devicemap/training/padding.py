@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.gradient_links import gradients_through, slices_if
 from devicemap._tensorflow.gradients import are_watched
 from devicemap.data.rows import count_rows, take_rows
 from devicemap.data.shards import join
@@ -31,6 +32,11 @@ def have_rows(shards: Any, count: Any, devices: int) -> Any:
     """Return whether shards have rows of a batch of `count` rows, and not only copies: bool `[shards]`."""
     # With fewer rows than devices, each shard has one row.
     return (tf.range(shards, dtype=tf.int64) < count) | (count >= devices)
+
+
+def drop_slices(value: Any, has_rows: Any) -> Any:
+    """Return the value of a variable for a shard. Its gradient has no slices if the shard has only copies of rows."""
+    return gradients_through([value], lambda upstream: [slices_if(has_rows, upstream)])[0]
 
 
 def computed_in_step(rows: Sequence[Any]) -> bool:

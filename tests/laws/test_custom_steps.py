@@ -14,7 +14,7 @@ from graphs import partitions, placements
 from keras import layers
 from oracle import assert_close
 from steps import MODELS, Twice, stepping
-from trainings import STEPS, X, Y
+from trainings import STEPS, LooksUp, X, Y
 
 import devicemap
 from devicemap.errors import DataError, FunctionError
@@ -139,6 +139,27 @@ def test_second_derivatives_with_an_unknown_number_of_rows(devices: list[str]) -
     for count in 1, 5:
         batches = tf.data.Dataset.from_tensor_slices(X[:count, :1]).batch(5)
         assert float(model.evaluate(batches, verbose=0)) == pytest.approx(6 * X[:count, 0].mean(), rel=1e-5)
+
+
+@ADDED
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_lookups_with_fewer_rows_than_devices_have_the_slices_of_one_device(
+    options: dict[str, Any], devices: list[str]
+) -> None:
+    model = keras.Sequential([keras.Input([6]), LooksUp()])
+
+    def slices(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            cost = tf.reduce_sum(model(x) ** 2)
+        found = tape.gradient(cost, model.trainable_variables)
+        return {str(i): tf.size(each.indices) for i, each in enumerate(found)}
+
+    model.test_step = slices
+    model.compile(jit_compile=False)
+    batches = [tf.data.Dataset.from_tensor_slices(X[:count]).batch(5) for count in (1, 5)]
+    wanted = [model.evaluate(each, return_dict=True, verbose=0) for each in batches]
+    devicemap.parallelize(model, devices, **options)
+    assert [model.evaluate(each, return_dict=True, verbose=0) for each in batches] == wanted
 
 
 def test_a_step_that_maps_nothing_warns(devices: list[str]) -> None:
