@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
+from devicemap._tensorflow.functions import pinning_loops
 from devicemap._tensorflow.gradients import _gradients, are_watched, order_of_gradients, without_zeros
 
 _cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
@@ -138,7 +139,7 @@ def begin_backward_on(host: str, concrete: Any) -> None:
                 "tf.gradients or tf.hessians takes gradients of a call of devicemap under a tf.GradientTape, which would not "
                 "follow them; use nested tapes"
             )
-        with _differentiating:
+        with _differentiating, pinning_loops():
             return on_host(op, *upstream)
 
     functions._rewrite_forward_and_call_backward = one_at_a_time

@@ -15,13 +15,14 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 
+_callbacks = Private("tensorflow.python.eager.context", "Context.op_callbacks", "context")
 _context = Private("tensorflow.python.eager.context", "anonymous_name", "context")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 _atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "AtomicFunction.graph")
-_operations = Private("tensorflow", "Operation._add_control_input")
+_operations = Private("tensorflow", "Operation._add_control_input", "Operation._update_input")
 _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 _summary = Private("tensorflow.python.ops.summary_ops_v2", "_summary_state.writer")
 
@@ -276,6 +277,32 @@ def retracing(key: Hashable) -> Iterator[None]:
         yield
     finally:
         enclosing.Exit()
+
+
+@with_fallback(contextlib.nullcontext, _callbacks, _operations)
+@contextlib.contextmanager
+def pinning_loops() -> Iterator[None]:
+    """Return a context in which the loops that are traced run on the device of their function.
+
+    Loop variables are on the device of the op before them. Results of a call have none, so that the placer would put them on
+    the first GPU, in each step of the loop (test_loops_beside_calls_stay_on_their_device).
+    """
+    callbacks = _callbacks.context().op_callbacks  # of this thread
+    callbacks.append(_copy_results_of_calls)
+    try:
+        yield
+    finally:
+        callbacks.remove(_copy_results_of_calls)
+
+
+def _copy_results_of_calls(op_type: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, **__: Any) -> None:
+    """Copy the arguments of a new loop that are results of calls. TensorFlow passes each new op."""
+    if op_type not in ("While", "StatelessWhile") or tf.executing_eagerly():
+        return
+    loop = outputs[0].op
+    for i, tensor in enumerate(loop.inputs):
+        if "PartitionedCall" in tensor.op.type and tensor.dtype not in (tf.resource, tf.string):
+            loop._update_input(i, tf.identity(tensor))
 
 
 def with_captures(concrete: Any, replaced: Mapping[Any, Any]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import call_with_leaves
+from devicemap._tensorflow.functions import call_with_leaves, pinning_loops
 from devicemap._tensorflow.gradients import unpin_gradients
 from devicemap.compile.audit import Audit, Treatment, audit
 from devicemap.compile.hints import check_ranks, tracing_error
@@ -222,7 +222,7 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, stream: Strea
 
     @tf.function(autograph=False)
     def flat_fn(*leaves: Any) -> list[Any]:
-        with drawing_from(stream):
+        with drawing_from(stream), pinning_loops():
             arguments = as_objects(tf.nest.pack_sequence_as(specs, leaves[:count]))
             seeds = {} if options.seed is None else {"seed": leaves[count]}
             token = in_fn.set(True)

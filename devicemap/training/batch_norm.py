@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import pinning_loops
 from devicemap._tensorflow.gradients import can_replace_inputs, replace_input, tape_is_recording
 from devicemap._tensorflow.keras import replacing_moments
 from devicemap.compile.invoke import interruptible
@@ -53,7 +54,7 @@ class SharedMoments:
 
     def _trace(self, layers: Sequence[Any], functions: Sequence[Callable[[], Any]]) -> list[Any]:
         results = []
-        with self._graph.as_default(), replacing_moments(layers, self._moments):
+        with self._graph.as_default(), pinning_loops(), replacing_moments(layers, self._moments):
             for function in functions:
                 self._next = 0
                 results.append(function())

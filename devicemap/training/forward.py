@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import pinning_loops
 from devicemap._tensorflow.keras import batch_norms_of, layers_of, replacing, tf_variable
 from devicemap.errors import failure
 from devicemap.training.stateless import CallScope, add_loss, current_scope
@@ -46,6 +47,7 @@ class ForwardPass:
     def plain(self) -> Iterator[None]:
         """Return a context in which layers run unmapped, in a `CallScope`."""
         with ExitStack() as replaced:
+            replaced.enter_context(pinning_loops())
             for layer, call in self.layers:
                 replaced.enter_context(replacing(layer, call=call, add_loss=partial(add_loss, layer)))
             for norm in batch_norms_of(self.model):  # `batch_norm` replaces Keras's own synchronization

@@ -25,6 +25,7 @@ from devicemap._tensorflow.functions import (
     graphs_within,
     in_xla_context,
     last_set_seed,
+    pinning_loops,
     python_function,
     summary_settings,
     with_captures,
@@ -159,6 +160,19 @@ def test_a_call_that_runs_in_another_thread_is_recorded_here(order: int) -> None
         return concrete(x)
 
     assert gradients(prepared) == gradients(lambda: concrete(x))
+
+
+def test_loops_take_copies_of_results_of_calls() -> None:
+    helper = tf.function(lambda x: 2 * x)
+
+    @tf.function(autograph=False)
+    def function(x: Any) -> Any:
+        with pinning_loops():
+            return tf.while_loop(lambda _: True, lambda x: (x + 1,), [helper(x)], maximum_iterations=3)
+
+    (loop,) = (op for op in function.get_concrete_function(tf.constant(1)).graph.get_operations() if "While" in op.type)
+    assert not any("Call" in tensor.op.type for tensor in loop.inputs)
+    assert int(function(tf.constant(1))[0]) == 5
 
 
 def test_each_seeding_is_another() -> None:

@@ -120,6 +120,32 @@ def test_inside_a_function_loops_send_no_more_to_one_than_to_others(vectorize: A
         assert back[0] == back[1] < 1.1 * shard
 
 
+doubled = tf.function(lambda x: 2 * tf.sin(x))
+
+
+def after_a_call(x: Any) -> Any:
+    return tf.while_loop(lambda _: True, lambda x: (x + tf.cos(x),), [doubled(x)], maximum_iterations=3)[0]
+
+
+def in_a_loop(x: Any) -> Any:
+    return tf.while_loop(lambda _: True, lambda x: (after_a_call(x),), [x], maximum_iterations=3)[0]
+
+
+def before_a_call(x: Any) -> Any:
+    return doubled(tf.while_loop(lambda _: True, lambda x: (tf.cos(x),), [x], maximum_iterations=3)[0])
+
+
+@pytest.mark.parametrize("fn", [after_a_call, in_a_loop, tf.function(after_a_call), before_a_call])
+@pytest.mark.parametrize("options", [{"batched": True}, {"vectorize": False}], ids=str)
+def test_loops_beside_calls_stay_on_their_device(fn: Any, options: Any) -> None:
+    mapper = on_gpus(fn, **options)
+    for call in (mapper, tf.function(lambda r: gradients(r, mapper)[0])):
+        call(rows)
+        gpus.clear()
+        call(rows)
+        assert not gpus.copies("between")
+
+
 @pytest.mark.parametrize(("home", "vectorize"), [("CPU:0", False), ("GPU:0", "auto")])
 def test_inside_a_function_loops_are_sent_a_variable_once(home: str, vectorize: Any) -> None:
     """A step of training: forward and backward."""
