@@ -14,7 +14,7 @@ from devicemap._tensorflow.functions import traced_graphs
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
-_operations = Private("tensorflow", "Operation._clear_attr", "Operation._update_input")
+_operations = Private("tensorflow", "Operation._clear_attr", "Operation._set_device", "Operation._update_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
@@ -56,10 +56,17 @@ def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Ca
 
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
-        # Only gradients of functions and of tf.custom_gradient call functions. To find their ops takes time.
-        changed = _changing(gradient, _bring_inputs) if op.type == "IdentityN" or _takes_functions(op) else gradient
         with tf.device(device):
-            gradients = changed(op, *upstream)
+            # Only gradients of functions and of tf.custom_gradient call functions. To find their ops takes time.
+            if op.type != "IdentityN" and not _takes_functions(op):
+                return without_zeros(tf.nest.flatten(gradient(op, *upstream)))
+            known = len(op.graph.get_operations())
+            gradients = _changing(gradient, _bring_inputs)(op, *upstream)
+        # TensorFlow adds zeros for outputs without a gradient, and lists that the loop of the forward pass fills.
+        zeros = [each.op for each in upstream if isinstance(each, tf.Tensor)]
+        for added in (*zeros, *op.graph.get_operations()[known:]):
+            if not added.device and added.type != "Placeholder":
+                added._set_device(device)
         return without_zeros(tf.nest.flatten(gradients))
 
     return placed

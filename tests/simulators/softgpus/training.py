@@ -107,6 +107,16 @@ def test_small_variables_are_sent_together() -> None:
     assert sum(copy.kind == "between" for copy in gpus.copies()) <= 4 * (COUNT - 1)
 
 
+def test_steps_of_recurrent_layers_send_nothing() -> None:
+    """Copies are of variables, gradients, statistics, results, and their numbers of rows."""
+    recurrent = keras.layers.LSTM(16, use_cudnn=False), keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input([20, 8]), *recurrent, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensors((np.ones([20, 8], "f"), np.ones([1], "f"))).repeat()
+    transferred(step_of(model, data, ROWS, True))
+    assert sum(copy.kind == "between" for copy in gpus.copies()) <= 12 * (COUNT - 1)
+
+
 def test_no_gradients_of_frozen_variables_are_sent() -> None:
     """Copies into GPU:0 are those of the gradients of the head."""
     base = keras.Sequential([keras.layers.Dense(120) for _ in range(6)])
