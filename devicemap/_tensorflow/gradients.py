@@ -62,8 +62,9 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
                 return without_zeros(tf.nest.flatten(gradient(op, *upstream)))
             known = len(op.graph.get_operations())
             gradients = _changing(gradient, _bring_inputs)(op, *upstream)
-        # TensorFlow adds zeros for outputs without a gradient, and lists that the loop of the forward pass fills.
-        zeros = [each.op for each in upstream if isinstance(each, tf.Tensor)]
+        # TensorFlow adds zeros for outputs without a gradient, and lists that the loop of the forward pass fills
+        # (test_steps_of_recurrent_layers_send_nothing).
+        zeros = [each.op for each in upstream if isinstance(each, tf.Tensor) and not hasattr(each, "numpy")]
         for added in (*zeros, *op.graph.get_operations()[known:]):
             if not added.device and added.type != "Placeholder":
                 added._set_device(device)
