@@ -295,14 +295,17 @@ def pinning_loops() -> Iterator[None]:
         callbacks.remove(_copy_results_of_calls)
 
 
-def _copy_results_of_calls(op_type: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, **__: Any) -> None:
-    """Copy the arguments of a new loop that are results of calls. TensorFlow passes each new op."""
-    if op_type not in ("While", "StatelessWhile") or tf.executing_eagerly():
-        return
-    loop = outputs[0].op
-    for i, tensor in enumerate(loop.inputs):
-        if "PartitionedCall" in tensor.op.type and tensor.dtype not in (tf.resource, tf.string):
-            loop._update_input(i, tf.identity(tensor))
+def _copy_results_of_calls(op_type: str, inputs: Any, attributes: Any, outputs: Any, *_: Any, **__: Any) -> Any:
+    """Copy the arguments of a new loop that are results of calls. TensorFlow passes each new op.
+
+    The next callback, such as that of `tf.debugging.enable_check_numerics`, gets the returned outputs, also if they are `None`.
+    """
+    if op_type in ("While", "StatelessWhile") and outputs and not tf.executing_eagerly():
+        loop = outputs[0].op
+        for i, tensor in enumerate(loop.inputs):
+            if "PartitionedCall" in tensor.op.type and tensor.dtype not in (tf.resource, tf.string):
+                loop._update_input(i, tf.identity(tensor))
+    return outputs
 
 
 def with_captures(concrete: Any, replaced: Mapping[Any, Any]) -> Any:
