@@ -299,13 +299,14 @@ def _copy_results_of_calls(op_type: str, inputs: Any, attributes: Any, outputs: 
     """Copy the arguments of a new loop that are results of calls. TensorFlow passes each new op.
 
     The next callback, such as that of `tf.debugging.enable_check_numerics`, gets the returned outputs, also if they are `None`.
+    Callers of ops expect a list.
     """
     if op_type in ("While", "StatelessWhile") and outputs and not tf.executing_eagerly():
         loop = outputs[0].op
         for i, tensor in enumerate(loop.inputs):
             if "PartitionedCall" in tensor.op.type and tensor.dtype not in (tf.resource, tf.string):
                 loop._update_input(i, tf.identity(tensor))
-    return outputs
+    return None if outputs is None else list(outputs)
 
 
 def with_captures(concrete: Any, replaced: Mapping[Any, Any]) -> Any:
