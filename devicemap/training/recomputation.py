@@ -20,7 +20,6 @@ from devicemap._tensorflow.functions import with_captures
 from devicemap._tensorflow.gradient_links import add_gradients, link_gradients
 from devicemap._tensorflow.keras import is_seed, replacing, states_of, sublayers_of
 from devicemap.compile.audit import audit
-from devicemap.compile.graph_builder import copy_leaves
 from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.data.shards import join
@@ -169,9 +168,7 @@ class _RowParts:
         first = list(call(self.number))
         if self._most == 1:
             return first
-        # Loop variables are on the device of the op before them, and results of a call have none
-        # (test_microbatches_are_added_before_they_are_sent).
-        known = copy_leaves([each for each in first if each is not None])
+        known = [each for each in first if each is not None]
         combiners = [combiner for combiner, each in zip(combine, first) if each is not None]
         with _after(known):  # otherwise the loop would begin at once
             second = tf.identity(self.number + 1)
